@@ -1,0 +1,104 @@
+# mptrain: the programs, the tests, the installation. `make help` lists the targets.
+#
+# Variables, all settable on the command line:
+#   CC, CXX      compilers                          (cc, g++)
+#   CFLAGS       optimisation and machine flags     (-O2)
+#   WARNINGS     diagnostics of our own builds      (all of them, as errors)
+#   ZLIB         1: compressed records through zlib; 0: without zlib
+#   PREFIX       where `make install` puts things   (/usr/local), below DESTDIR
+#   NO_INSTALL   1: `make test` installs no package; it names what is missing and stops
+
+PROGRAMS := tfrecord bench
+LESSONS  := $(sort $(notdir $(basename $(wildcard examples/[0-9]*.c))))
+TESTS    := $(sort $(notdir $(basename $(wildcard tests/test_*.c))))
+
+CFLAGS     ?= -O2
+WARNINGS   ?= -Wall -Wextra -Wpedantic -Wshadow -Wstrict-prototypes -Werror
+ZLIB       ?= 1
+PREFIX     ?= /usr/local
+NO_INSTALL ?=
+BUILD      ?= build
+
+zlib_flags_1 := -DMPTRAIN_ZLIB
+zlib_libs_1  := -lz
+ALL_CFLAGS   := $(strip $(WARNINGS) $(CPPFLAGS) $(CFLAGS) $(zlib_flags_$(ZLIB)) -I. -Iexamples)
+ALL_LIBS     := $(strip $(LDFLAGS) $(zlib_libs_$(ZLIB)) -lm -lpthread $(LDLIBS))
+COMPILE       = $(CC) $(ALL_CFLAGS) $< -o $@ $(ALL_LIBS)
+
+HEADERS := mptrain.h $(wildcard examples/*.h examples/*/*.h)
+VERSION  = $(shell sed -n 's/^.define MPT_VERSION_STRING "\(.*\)"/\1/p' mptrain.h)
+
+# The scripts get our variables through the environment and start makes of their own.
+SCRIPT_ENV := MAKEFLAGS= CC='$(CC)' CXX='$(CXX)' CFLAGS='$(CFLAGS)' WARNINGS='$(WARNINGS)' \
+              ZLIB='$(ZLIB)' NO_INSTALL='$(NO_INSTALL)' PROGRAMS='$(PROGRAMS)'
+
+MAKEFLAGS += --no-print-directory
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := all
+.PHONY: all lessons tests examples bench test test-full asan ubsan tsan style install clean help FORCE
+
+# ---- building ------------------------------------------------------------------------------------
+
+all: $(PROGRAMS:%=$(BUILD)/%) ## the programs, into build/ (this is what plain `make` does)
+
+examples: all $(LESSONS:%=$(BUILD)/%) ## the programs and the numbered lessons, into build/
+
+tests: $(TESTS:%=$(BUILD)/tests/%)
+
+$(BUILD)/tests/%: tests/%.c $(wildcard tests/*.h) $(HEADERS) $(BUILD)/flags
+	@mkdir -p $(@D) && rm -f $@
+	$(COMPILE)
+
+$(BUILD)/%: examples/%.c $(HEADERS) $(BUILD)/flags
+	@rm -f $@
+	$(COMPILE)
+
+# Changes when a flag does, so that `make ZLIB=0` after `make` builds anew.
+$(BUILD)/flags: FORCE
+	@mkdir -p $(@D)
+	@echo '$(CC) $(ALL_CFLAGS) $(ALL_LIBS)' > $@.new
+	@cmp -s $@.new $@ || { CC='$(CC)' ZLIB='$(ZLIB)' tests/setup.sh build && cp $@.new $@; }
+	@rm -f $@.new
+
+# ---- testing -------------------------------------------------------------------------------------
+
+test: ## all tests, the compile matrix and the style checks: under three minutes on two cores
+	@$(SCRIPT_ENV) tests/setup.sh test
+	@$(SCRIPT_ENV) tests/run.sh quick
+
+test-full: ## the same with the long loops, and again under the three sanitizers
+	@$(SCRIPT_ENV) tests/setup.sh test asan ubsan tsan
+	@$(SCRIPT_ENV) MPT_TEST_FULL=1 tests/run.sh quick asan ubsan tsan
+
+asan: ## the tests under AddressSanitizer, leaks included
+ubsan: ## the tests under UndefinedBehaviorSanitizer
+tsan: ## the tests under ThreadSanitizer
+asan ubsan tsan:
+	@$(SCRIPT_ENV) tests/setup.sh $@
+	@$(SCRIPT_ENV) tests/run.sh $@
+
+style: ## line and function lengths, chapter tags, exported symbols
+	@$(SCRIPT_ENV) tests/style.sh
+
+bench: $(BUILD)/bench ## measure the data path on this machine
+	@for kind in crc records decode input; do $(BUILD)/bench $$kind || exit 1; done
+
+# ---- installing ----------------------------------------------------------------------------------
+
+# Programs with short names such as `bench` get the prefix mptrain- in a shared bin directory.
+install: all ## mptrain.h, mptrain.pc and the programs (as mptrain-NAME) under PREFIX
+	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/lib/pkgconfig
+	install -m 644 mptrain.h $(DESTDIR)$(PREFIX)/include/mptrain.h
+	for p in $(PROGRAMS); do install $(BUILD)/$$p $(DESTDIR)$(PREFIX)/bin/mptrain-$$p || exit 1; done
+	sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@VERSION@|$(VERSION)|' mptrain.pc.in \
+	    > $(DESTDIR)$(PREFIX)/lib/pkgconfig/mptrain.pc
+
+clean: ## remove build/
+	rm -rf build
+
+help: ## this list
+	@echo 'Targets:'
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1:/p' Makefile | awk -F: '{printf "  %-10s %s\n", $$1, \
+	    substr($$0, length($$1) + 2)}'
+	@echo 'Variables:'
+	@sed -n 's/^#   \([A-Z]\)/  \1/p' Makefile
