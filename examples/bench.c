@@ -1,0 +1,92 @@
+/* bench.c - measures this build on this machine: bench KIND [OPTIONS] [FILE...]
+
+   Each line tells the work done, the median and the best rate of all rounds, and the share of a
+   limit or reference measured in the same run. `bench --help` lists the kinds. */
+#define MPTRAIN_IMPLEMENTATION
+#include "mptrain.h"
+
+#include "bench/data.h"
+
+typedef struct bench_kind {
+    const char *name, *about;
+    int (*run)(mpt_ctx *ctx, const bench_options *options);
+    int64_t megabytes, rounds; /* defaults */
+} bench_kind;
+
+static const bench_kind bench_kinds[] = {
+    {"crc", "CRC-32C of records in memory, against reading memory", bench_crc, 64, 15},
+    {"records", "reading TFRecords from the page cache, against a pread + CRC loop", bench_records,
+     256, 9},
+    {"decode", "decoding JPEG pictures of 500 x 375", bench_decode, 0, 9},
+    {"input", "records to augmented 224 x 224 batches, against decoding alone", bench_input, 32, 5},
+};
+enum { BENCH_NUM_KINDS = sizeof bench_kinds / sizeof bench_kinds[0] };
+
+static int bench_usage(FILE *out) {
+    int i;
+
+    fprintf(out, "Usage: bench KIND [OPTIONS] [FILE...]\n\nKinds:\n");
+    for (i = 0; i < BENCH_NUM_KINDS; i++)
+        fprintf(out, "  %-8s %s\n", bench_kinds[i].name, bench_kinds[i].about);
+    fprintf(out, "\n`bench KIND --help` shows the options.\n");
+    return out == stdout ? CLI_EXIT_OK : CLI_EXIT_USAGE;
+}
+
+static int bench_one(const bench_kind *kind, int argc, char **argv) {
+    bench_options o;
+    cli_option options[5];
+    cli_command command;
+    mpt_ctx_desc desc;
+    mpt_ctx *ctx = NULL;
+    char name[32], version[64];
+    int code;
+
+    memset(&o, 0, sizeof o);
+    o.rounds = kind->rounds;
+    o.megabytes = kind->megabytes;
+    o.record_bytes = 110 * 1024; /* a record of ImageNet */
+    o.threads = (int64_t)sysconf(_SC_NPROCESSORS_ONLN);
+    options[0] = cli_flag("json", 0, &o.json, "one JSON object a line");
+    options[1] = cli_int("rounds", 0, &o.rounds, 1, BENCH_MAX_ROUNDS, "N",
+                         "times that each case runs");
+    options[2] = cli_int("megabytes", 0, &o.megabytes, 0, 65536, "N", "MiB of data to work on");
+    options[3] = cli_bytes("record-bytes", 0, &o.record_bytes, 1, 1 << 30,
+                           "size of a record that is written");
+    options[4] = cli_default(cli_int("threads", 'j', &o.threads, 1, 1024, "N", "workers"),
+                             "all cores");
+    snprintf(name, sizeof name, "bench %s", kind->name);
+    snprintf(version, sizeof version, "bench (mptrain %s)", mpt_version());
+    memset(&command, 0, sizeof command);
+    command.name = name;
+    command.operands = "[FILE...]";
+    command.about = kind->about;
+    command.version = version;
+    command.options = options;
+    command.num_options = 5;
+    command.max_operands = -1;
+    code = cli_parse(&command, argc, argv, &o.files);
+    if (code != CLI_RUN) goto done;
+    memset(&desc, 0, sizeof desc);
+    desc.num_threads = (int)o.threads;
+    code = CLI_EXIT_FAILURE;
+    if (mpt_ctx_create(&desc, &ctx)) cli_error("bench", code, "no memory");
+    else code = kind->run(ctx, &o);
+done:
+    mpt_ctx_destroy(ctx);
+    cli_list_free(&o.files);
+    return code;
+}
+
+int main(int argc, char **argv) {
+    int i;
+
+    if (argc >= 2 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h")))
+        return bench_usage(stdout);
+    if (argc >= 2 && !strcmp(argv[1], "--version"))
+        return printf("bench (mptrain %s)\n", mpt_version()) < 0;
+    for (i = 0; argc >= 2 && i < BENCH_NUM_KINDS; i++)
+        if (!strcmp(argv[1], bench_kinds[i].name))
+            return bench_one(&bench_kinds[i], argc - 1, argv + 1);
+    if (argc >= 2) fprintf(stderr, "bench: there is no kind '%s'\n", argv[1]);
+    return bench_usage(stderr);
+}

@@ -1,0 +1,506 @@
+/* tfrecord/common.h - what all commands of the program tfrecord share: messages, signals, standard
+   output, lists of files, growing bytes, one table of counters */
+#ifndef TFRECORD_COMMON_H
+#define TFRECORD_COMMON_H
+
+#include "common/cli.h"
+#include "mptrain.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/stat.h>
+
+#define TOOL_VERSION "tfrecord " MPT_VERSION_STRING
+
+typedef struct tool { /* one command that runs */
+    const char *name; /* "tfrecord cat" */
+    mpt_ctx *ctx;
+    int status;       /* exit code so far */
+    bool output_lost; /* standard output failed, and that was said */
+} tool;
+
+/* ---- messages and signals -------------------------------------------------------------------- */
+static const char *tool_error_text(const mpt_ctx *ctx) {
+    return mpt_last_error(ctx)->message;
+}
+
+/* One line on stderr; the command goes on, but ends with 1. */
+__attribute__((format(printf, 2, 3))) static int tool_fail(tool *t, const char *format, ...) {
+    char text[1024];
+    va_list args;
+
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    t->status = CLI_EXIT_FAILURE;
+    return cli_error(t->name, CLI_EXIT_FAILURE, "%s", text);
+}
+
+static int tool_fail_memory(tool *t) {
+    return tool_fail(t, "no memory");
+}
+
+/* The same for what the user typed wrong: exit code 2. */
+__attribute__((format(printf, 2, 3))) static int tool_usage(tool *t, const char *format, ...) {
+    char text[1024];
+    va_list args;
+
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    t->status = CLI_EXIT_USAGE;
+    return cli_error(t->name, CLI_EXIT_USAGE, "%s", text);
+}
+
+static volatile sig_atomic_t tool_signal; /* number of the signal that asked for the end; 0: none */
+
+static void tool_on_signal(int number) {
+    tool_signal = number;
+}
+
+/* For commands that write: the first SIGINT or SIGTERM ends the work in good order, so that no
+   temporary file is left; a second one kills. */
+static void tool_catch_signals(void) {
+    struct sigaction action;
+
+    memset(&action, 0, sizeof action);
+    action.sa_handler = tool_on_signal;
+    action.sa_flags = (int)SA_RESETHAND | SA_RESTART;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+}
+
+/* A reader of our output that has gone, and a file beyond the limit of `ulimit -f`, are errors of
+   write, not signals. */
+static void tool_ignore_write_signals(void) {
+    struct sigaction action;
+
+    memset(&action, 0, sizeof action);
+    action.sa_handler = SIG_IGN;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGPIPE, &action, NULL);
+    sigaction(SIGXFSZ, &action, NULL);
+}
+
+/* If the parent closed descriptors 0 to 2, a file opened later would get such a number, and
+   messages would be written into it. Read-only, so that output to it still fails. */
+static void tool_occupy_standard_files(void) {
+    int fd;
+
+    for (fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDONLY) < 0) return;
+}
+
+static int tool_begin(tool *t, const char *name, int64_t threads) {
+    mpt_ctx_desc desc;
+
+    memset(t, 0, sizeof *t);
+    memset(&desc, 0, sizeof desc);
+    t->name = name;
+    desc.num_threads = (int)threads;
+    if (mpt_ctx_create(&desc, &t->ctx)) return tool_fail_memory(t);
+    return CLI_EXIT_OK;
+}
+
+/* Did standard output fail? Asked soon after printing, while errno tells why. A reader that has
+   read enough is no error. */
+static bool tool_output_lost(tool *t) {
+    if (t->output_lost || !ferror(stdout)) return t->output_lost;
+    t->output_lost = true;
+    if (errno != EPIPE) tool_fail(t, "can't write to standard output: %s", strerror(errno));
+    return true;
+}
+
+/* Frees what tool_begin made and gives the exit code. */
+static int tool_end(tool *t) {
+    fflush(stdout);
+    tool_output_lost(t);
+    mpt_ctx_destroy(t->ctx);
+    t->ctx = NULL;
+    if (!tool_signal) return t->status;
+    return cli_error(t->name, 128 + (int)tool_signal, "interrupted");
+}
+
+/* ---- strings and bytes ----------------------------------------------------------------------- */
+typedef struct tool_buffer {
+    uint8_t *data; /* [capacity], size bytes used */
+    size_t size, capacity;
+} tool_buffer;
+
+static bool tool_buffer_reserve(tool_buffer *b, size_t capacity) { /* false: no memory */
+    uint8_t *data;
+
+    if (capacity <= b->capacity) return true;
+    if (capacity < b->capacity + b->capacity / 2) capacity = b->capacity + b->capacity / 2;
+    if (capacity < 4096) capacity = 4096;
+    data = (uint8_t *)realloc(b->data, capacity);
+    if (!data) return false;
+    b->data = data;
+    b->capacity = capacity;
+    return true;
+}
+
+static void tool_buffer_free(tool_buffer *b) {
+    free(b->data);
+    memset(b, 0, sizeof *b);
+}
+
+static mpt_bytes tool_bytes(const void *data, size_t size) {
+    mpt_bytes b;
+
+    b.data = (const uint8_t *)data;
+    b.size = size;
+    return b;
+}
+
+static char *tool_copy(const char *text, size_t n) { /* NULL: no memory */
+    char *copy = (char *)malloc(n + 1);
+
+    if (!copy) return NULL;
+    memcpy(copy, text, n);
+    copy[n] = 0;
+    return copy;
+}
+
+__attribute__((format(printf, 1, 2))) static char *tool_format(const char *format, ...) {
+    va_list args;
+    char *text;
+    int n;
+
+    va_start(args, format);
+    n = vsnprintf(NULL, 0, format, args);
+    va_end(args);
+    text = n < 0 ? NULL : (char *)malloc((size_t)n + 1);
+    if (!text) return NULL;
+    va_start(args, format);
+    vsnprintf(text, (size_t)n + 1, format, args);
+    va_end(args);
+    return text;
+}
+
+typedef struct tool_strings { /* a list that owns its texts */
+    char **items;             /* [count] */
+    int64_t count, capacity;
+} tool_strings;
+
+static void tool_strings_free(tool_strings *s) {
+    int64_t i;
+
+    for (i = 0; i < s->count; i++) free(s->items[i]);
+    free(s->items);
+    memset(s, 0, sizeof *s);
+}
+
+static bool tool_strings_take(tool_strings *s, char *text) { /* text NULL or no memory: false */
+    if (!text) return false;
+    if (s->count == s->capacity) {
+        int64_t capacity = s->capacity ? s->capacity * 2 : 64;
+        char **items = (char **)realloc(s->items, (size_t)capacity * sizeof *items);
+        if (!items) {
+            free(text);
+            return false;
+        }
+        s->items = items;
+        s->capacity = capacity;
+    }
+    s->items[s->count++] = text;
+    return true;
+}
+
+static int tool_compare_strings(const void *a, const void *b) {
+    return strcmp(*(char *const *)a, *(char *const *)b);
+}
+
+/* A whole file of at most `limit` bytes. On failure `why` says so, with the path. */
+static bool tool_read_file(const char *path, size_t limit, tool_buffer *out, char why[600]) {
+    FILE *f = fopen(path, "rb");
+    size_t n = 1;
+
+    out->size = 0;
+    if (!f) {
+        snprintf(why, 600, "%s: can't open it: %s", path, strerror(errno));
+        return false;
+    }
+    why[0] = 0;
+    while (n > 0 && !why[0]) {
+        if (!tool_buffer_reserve(out, out->size + 65536)) {
+            snprintf(why, 600, "%s: no memory to read it", path);
+            break;
+        }
+        n = fread(out->data + out->size, 1, out->capacity - out->size, f);
+        out->size += n;
+        if (ferror(f)) snprintf(why, 600, "%s: can't read it: %s", path, strerror(errno));
+        else if (out->size > limit) snprintf(why, 600, "%s: larger than %zu bytes", path, limit);
+    }
+    fclose(f);
+    return !why[0];
+}
+
+/* ---- lists of files -------------------------------------------------------------------------- */
+/* Takes apart name@N; false if the text is none. */
+static bool tool_split_at(const char *text, size_t *prefix, int64_t *count) {
+    const char *at = strrchr(text, '@');
+
+    if (!at || at == text || !cli_int_from_text(at + 1, count)) return false;
+    *prefix = (size_t)(at - text);
+    return at[1] != '+' && *count >= 1 && *count <= 99999;
+}
+
+static char *tool_shard_name(const char *prefix, size_t n, int64_t shard, int64_t count) {
+    return tool_format("%.*s-%05d-of-%05d", (int)n, prefix, (int)shard, (int)count);
+}
+
+typedef struct tool_found { /* what the callback below fills */
+    tool_strings *files;
+    bool no_memory;
+} tool_found;
+
+static void tool_add_found(const char *path, void *arg) {
+    tool_found *found = (tool_found *)arg;
+
+    if (!tool_strings_take(found->files, tool_copy(path, strlen(path)))) found->no_memory = true;
+}
+
+static void tool_expand_pattern(tool *t, const char *pattern, tool_strings *files) {
+    const mpt_io *io = mpt_io_files();
+    int64_t before = files->count;
+    tool_found found;
+
+    found.files = files;
+    found.no_memory = false;
+    if (!io->list || io->list(pattern, tool_add_found, &found, io->user)) {
+        tool_fail(t, "%s: can't list it: %s", pattern, strerror(errno));
+    } else if (found.no_memory) {
+        tool_fail_memory(t);
+    } else if (files->count == before) {
+        tool_fail(t, "%s: no file matches", pattern);
+    } else {
+        qsort(files->items + before, (size_t)(files->count - before), sizeof *files->items,
+              tool_compare_strings);
+    }
+}
+
+/* Names, quoted patterns and name@N to files. Something wrong is reported, the rest stays. */
+static void tool_expand(tool *t, const cli_list *operands, tool_strings *files) {
+    struct stat s;
+    size_t prefix;
+    int64_t count, k;
+    int i;
+
+    for (i = 0; i < operands->count; i++) {
+        const char *word = operands->items[i];
+        bool exists = stat(word, &s) == 0, ok = true;
+
+        if (exists && S_ISDIR(s.st_mode)) {
+            tool_fail(t, "%s: is a directory; name its files, for example %s/*", word, word);
+        } else if (!exists && tool_split_at(word, &prefix, &count)) {
+            for (k = 0; k < count && ok; k++)
+                ok = tool_strings_take(files, tool_shard_name(word, prefix, k, count));
+        } else if (!exists && word[strcspn(word, "*?[")]) {
+            tool_expand_pattern(t, word, files);
+        } else {
+            ok = tool_strings_take(files, tool_copy(word, strlen(word)));
+        }
+        if (!ok) tool_fail_memory(t);
+    }
+}
+
+static int64_t tool_file_size(const char *path) { /* 0: unknown */
+    struct stat s;
+
+    return stat(path, &s) == 0 && S_ISREG(s.st_mode) ? (int64_t)s.st_size : 0;
+}
+
+static int64_t tool_total_size(const tool_strings *files) {
+    int64_t i, total = 0;
+
+    for (i = 0; i < files->count; i++) total += tool_file_size(files->items[i]);
+    return total;
+}
+
+/* ---- running a command --------------------------------------------------------------------------
+   Parses the line, makes the context, calls the body and frees everything. `threads` points to the
+   option's value; NULL: one thread. */
+typedef void (*tool_body)(tool *t, const cli_list *operands, void *user);
+
+static int tool_run(const cli_command *c, int argc, char **argv, const int64_t *threads,
+                    tool_body body, void *user) {
+    cli_list operands = {NULL, 0, 0};
+    int code = cli_parse(c, argc, argv, &operands);
+    tool t;
+
+    if (code == CLI_RUN && (code = tool_begin(&t, c->name, threads ? *threads : 1)) == 0) {
+        body(&t, &operands, user);
+        code = tool_end(&t);
+    }
+    cli_list_free(&operands);
+    return code;
+}
+
+/* The same for commands whose operands are all files to read. */
+typedef void (*tool_files_body)(tool *t, const tool_strings *files, void *user);
+
+typedef struct tool_files_call {
+    tool_files_body body;
+    void *user;
+} tool_files_call;
+
+static void tool_call_files(tool *t, const cli_list *operands, void *user) {
+    const tool_files_call *call = (const tool_files_call *)user;
+    tool_strings files;
+
+    memset(&files, 0, sizeof files);
+    tool_expand(t, operands, &files);
+    call->body(t, &files, call->user);
+    tool_strings_free(&files);
+}
+
+static int tool_run_files(const cli_command *c, int argc, char **argv, const int64_t *threads,
+                          tool_files_body body, void *user) {
+    tool_files_call call;
+
+    call.body = body;
+    call.user = user;
+    return tool_run(c, argc, argv, threads, tool_call_files, &call);
+}
+
+static cli_option tool_threads_option(int64_t *threads) {
+    return cli_env(cli_default(cli_int("threads", 'j', threads, 1, 1024, "N", "threads"), "cores"),
+                   "MPTRAIN_THREADS");
+}
+
+/* ---- records --------------------------------------------------------------------------------- */
+static mpt_result tool_open(mpt_ctx *ctx, const char *path, bool skip_crc, mpt_tfrecord **out) {
+    mpt_tfrecord_desc desc;
+
+    memset(&desc, 0, sizeof desc);
+    desc.path = path;
+    desc.skip_crc = skip_crc;
+    return mpt_tfrecord_open(ctx, &desc, out);
+}
+
+/* How many records: from the headers where the file is plain, else by reading. */
+static mpt_result tool_count(mpt_ctx *ctx, const char *path, int64_t *records) {
+    mpt_tfrecord_index *index = NULL;
+    mpt_tfrecord *f = NULL;
+    mpt_tfrecord_desc desc;
+    mpt_bytes payload;
+    mpt_result rc;
+
+    memset(&desc, 0, sizeof desc);
+    desc.path = path;
+    *records = 0;
+    rc = mpt_tfrecord_index_build(ctx, &desc, &index);
+    if (rc == MPT_OK) *records = index->num_records;
+    mpt_tfrecord_index_destroy(ctx, index);
+    if (rc != MPT_ERR_UNSUPPORTED) return rc;
+    rc = tool_open(ctx, path, true, &f);
+    while (rc == MPT_OK) {
+        rc = mpt_tfrecord_next(f, &payload);
+        if (rc == MPT_OK) (*records)++;
+    }
+    mpt_tfrecord_close(f);
+    return rc == MPT_END ? MPT_OK : rc;
+}
+
+static const char *tool_compression_name(mpt_compression c) {
+    return c == MPT_COMPRESSION_GZIP ? "gzip" : c == MPT_COMPRESSION_ZLIB ? "zlib" : "plain";
+}
+
+/* ---- features -------------------------------------------------------------------------------- */
+/* All features of one Example, in file order, of a repeated name the last (which is the one that
+   counts), with room for the values of one of them. */
+typedef struct tool_features {
+    mpt_feature *items; /* [count] */
+    int64_t count, capacity;
+    tool_buffer values;
+} tool_features;
+
+static void tool_features_free(tool_features *fs) {
+    free(fs->items);
+    tool_buffer_free(&fs->values);
+    memset(fs, 0, sizeof *fs);
+}
+
+static bool tool_features_grow(tool_features *fs) {
+    int64_t capacity = fs->capacity ? fs->capacity * 2 : 32;
+    mpt_feature *items = (mpt_feature *)realloc(fs->items, (size_t)capacity * sizeof *items);
+
+    if (!items) return false;
+    fs->items = items;
+    fs->capacity = capacity;
+    return true;
+}
+
+static int tool_compare_names(const mpt_bytes *a, const mpt_bytes *b) {
+    size_t n = a->size < b->size ? a->size : b->size;
+    int c = n ? memcmp(a->data, b->data, n) : 0;
+
+    return c ? c : (a->size > b->size) - (a->size < b->size);
+}
+
+static int tool_compare_features(const void *a, const void *b) { /* by name, then by position */
+    const mpt_feature *x = *(const mpt_feature *const *)a, *y = *(const mpt_feature *const *)b;
+    int c = tool_compare_names(&x->name, &y->name);
+
+    return c ? c : (x > y) - (x < y);
+}
+
+/* Sorting finds repeats in n log n, whatever a hostile record holds; count -1 marks them. */
+static bool tool_features_unique(tool_features *fs) { /* false: no memory */
+    mpt_feature **sorted;
+    int64_t i, kept = 0;
+
+    if (fs->count < 2) return true;
+    sorted = (mpt_feature **)malloc((size_t)fs->count * sizeof *sorted);
+    if (!sorted) return false;
+    for (i = 0; i < fs->count; i++) sorted[i] = &fs->items[i];
+    qsort((void *)sorted, (size_t)fs->count, sizeof *sorted, tool_compare_features);
+    for (i = 0; i + 1 < fs->count; i++)
+        if (!tool_compare_names(&sorted[i]->name, &sorted[i + 1]->name)) sorted[i]->count = -1;
+    free((void *)sorted);
+    for (i = 0; i < fs->count; i++)
+        if (fs->items[i].count >= 0) fs->items[kept++] = fs->items[i];
+    fs->count = kept;
+    return true;
+}
+
+/* NULL, or why the payload can't be shown. */
+static const char *tool_features_read(mpt_ctx *ctx, mpt_bytes payload, tool_features *fs) {
+    size_t cursor = 0;
+    mpt_result rc;
+
+    fs->count = 0;
+    if (mpt_example_check(ctx, payload)) return tool_error_text(ctx);
+    for (;;) {
+        if (fs->count == fs->capacity && !tool_features_grow(fs)) return "no memory";
+        rc = mpt_example_next(payload, &cursor, &fs->items[fs->count]);
+        if (rc == MPT_END) break;
+        if (rc) return mpt_result_string(rc);
+        fs->count++;
+    }
+    return tool_features_unique(fs) ? NULL : "no memory";
+}
+
+/* The first n values, of the feature's own type; NULL: no memory, or not as many. */
+static const void *tool_feature_values(tool_features *fs, const mpt_feature *f, int64_t n) {
+    size_t size = f->kind == MPT_FEATURE_BYTES   ? sizeof(mpt_bytes)
+                  : f->kind == MPT_FEATURE_FLOAT ? sizeof(float)
+                                                 : sizeof(int64_t);
+    mpt_result rc = MPT_OK;
+
+    if ((uint64_t)n > SIZE_MAX / size || !tool_buffer_reserve(&fs->values, (size_t)n * size + 1))
+        return NULL;
+    if (n > 0 && f->kind == MPT_FEATURE_BYTES)
+        rc = mpt_feature_bytes(f, 0, n, (mpt_bytes *)(void *)fs->values.data);
+    if (n > 0 && f->kind == MPT_FEATURE_FLOAT)
+        rc = mpt_feature_floats(f, 0, n, (float *)(void *)fs->values.data);
+    if (n > 0 && f->kind == MPT_FEATURE_INT64)
+        rc = mpt_feature_int64s(f, 0, n, (int64_t *)(void *)fs->values.data);
+    return rc ? NULL : fs->values.data;
+}
+
+#endif /* TFRECORD_COMMON_H */
