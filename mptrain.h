@@ -114,8 +114,9 @@
  *   MPT_API                 every file         how public functions are declared (extern)
  *
  * No option changes a public struct. mpt_build_info() tells what was compiled in. stb_image.h is
- * used where it is found, as <stb_image.h> or <stb/stb_image.h>, and compiled static, so it can't
- * meet another copy. POSIX 2008, C99 or later or C++17, gcc or clang.
+ * used where it is found, as "stb_image.h" or <stb/stb_image.h>, and compiled static, so it can't
+ * meet another copy. If your own file includes it too, include it before this header or in another
+ * file. POSIX 2008, C99 or later or C++17, gcc or clang.
  */
 
 /* =================================================================================================
@@ -240,17 +241,17 @@ typedef struct mpt_ctx_desc {
     mpt_logger logger;
 } mpt_ctx_desc;
 
-MPT_API MPT_CHECKED mpt_result mpt_ctx_create(const mpt_ctx_desc *desc,
-                                              mpt_ctx **out); /* NULL: all defaults */
-MPT_API void
-mpt_ctx_destroy(mpt_ctx *ctx); /* last of all; NULL is fine, as for every destroy and close */
-MPT_API const mpt_error *
-mpt_last_error(const mpt_ctx *ctx); /* of the last call that failed; never NULL */
+/* desc NULL: all defaults. */
+MPT_API MPT_CHECKED mpt_result mpt_ctx_create(const mpt_ctx_desc *desc, mpt_ctx **out);
+/* Last of all that was made from it. NULL is fine, as for every destroy and close. */
+MPT_API void mpt_ctx_destroy(mpt_ctx *ctx);
+/* Of the last call that failed; never NULL. */
+MPT_API const mpt_error *mpt_last_error(const mpt_ctx *ctx);
 
 /* Calls fn(chunk, user) for chunk = 0 .. num_chunks-1 on the context's threads and waits. Work is
    cut into chunks by the caller, never by the number of threads, so that sums come out the same on
-   any machine. The first failure (lowest chunk) is returned; chunks not begun by then are left out.
-   */
+   any machine. The first failure (lowest chunk) is returned; chunks not begun by then are left
+   out. fn may not call mpt_parallel_for on the same context. */
 typedef mpt_result (*mpt_chunk_fn)(int64_t chunk, void *user);
 MPT_API MPT_CHECKED mpt_result mpt_parallel_for(mpt_ctx *ctx, int64_t num_chunks, mpt_chunk_fn fn,
                                                 void *user);
@@ -307,12 +308,12 @@ typedef struct mpt_io {
        names are taken literally. */
     mpt_result (*list)(const char *pattern, void (*found)(const char *path, void *arg), void *arg,
                        void *user);
-    const char *(*error)(
-        void *file); /* why; a failed open or create may set *file: error, close follow */
-    mpt_result (*create)(const char *path, void **file,
-                         void *user);                           /* for writing; the rest may be */
-    int64_t (*write)(void *file, const void *src, size_t size); /* NULL if nothing is written */
-    mpt_result (*sync)(void *file);                             /* down to the medium; optional */
+    /* Why, in words. A failed open or create may set *file: then error and close follow. */
+    const char *(*error)(void *file);
+    /* For writing; these may all be NULL where nothing is written. */
+    mpt_result (*create)(const char *path, void **file, void *user);
+    int64_t (*write)(void *file, const void *src, size_t size);
+    mpt_result (*sync)(void *file); /* down to the medium; optional */
     mpt_result (*rename)(const char *from, const char *to, void *user); /* replaces `to` at once */
     mpt_result (*remove)(const char *path, void *user);
     void *user;
@@ -395,14 +396,13 @@ MPT_API MPT_CHECKED mpt_result mpt_tfrecord_writer_write(mpt_tfrecord_writer *w,
 /* Flush, sync, checked close, rename: only then is the file there. Then nothing more can be
    written. */
 MPT_API MPT_CHECKED mpt_result mpt_tfrecord_writer_finish(mpt_tfrecord_writer *w);
-MPT_API void
-mpt_tfrecord_writer_close(mpt_tfrecord_writer *w); /* without finish: leaves nothing behind */
+/* Without finish: leaves nothing behind. */
+MPT_API void mpt_tfrecord_writer_close(mpt_tfrecord_writer *w);
 
 /* ---- record index: where each record of a plain file begins ---------------------------------- */
 typedef struct mpt_tfrecord_index {
     int64_t num_records;
-    const uint64_t
-        *offsets; /* num_records + 1: of the length fields; the last is the end of file */
+    const uint64_t *offsets; /* [num_records + 1] of the length fields; the last: end of file */
 } mpt_tfrecord_index;
 
 /* Walks over the record headers: payloads are not read. Of desc, path, io and max_record_bytes
@@ -430,8 +430,8 @@ typedef enum mpt_feature_kind {
     MPT_FEATURE_FLOAT,
     MPT_FEATURE_INT64
 } mpt_feature_kind;
-MPT_API const char *
-mpt_feature_kind_string(mpt_feature_kind kind); /* "bytes", "float", "int64", "none" */
+/* "bytes", "float", "int64" or "none" */
+MPT_API const char *mpt_feature_kind_string(mpt_feature_kind kind);
 
 typedef struct mpt_feature {
     mpt_bytes name; /* UTF-8, not terminated */
@@ -526,8 +526,7 @@ MPT_API void mpt_image_free(mpt_ctx *ctx, mpt_image *image);
 typedef enum mpt_augment {
     MPT_AUGMENT_NONE = 0, /* resize to cover the picture size, cut out the centre */
     MPT_AUGMENT_FLIP,     /* the same, mirrored left to right in half of all cases */
-    MPT_AUGMENT_CROP_FLIP, /* pad by crop_padding zero pixels, cut out at random, flip (CIFAR's
-    recipe) */
+    MPT_AUGMENT_CROP_FLIP, /* pad by crop_padding black pixels, cut out at random, flip (CIFAR) */
     MPT_AUGMENT_IMAGENET /* random-resized-crop (8..100 % of the area, aspect 3/4..4/3), flip */
 } mpt_augment;
 
@@ -571,13 +570,11 @@ typedef struct mpt_loader_desc {
     int no_shuffle;
     int shuffle_buffer; /* records per lane; default: 1024 (arrays: all) */
     mpt_last_batch last_batch;
-    int64_t
-        num_records; /* in all files, if known; default: from .idx, dataset_info.json or headers */
+    int64_t num_records; /* in all files; default: from .idx, dataset_info.json or headers */
 
     mpt_on_bad_record on_bad_record;
     int64_t max_bad_records; /* per epoch and rank; default: 1000 */
-    mpt_bad_record_fn
-        bad_record; /* optional: told of each skipped record, inside mpt_loader_next */
+    mpt_bad_record_fn bad_record; /* optional: told of skipped records, in mpt_loader_next */
     void *bad_record_user;
     int skip_crc;
     uint64_t max_record_bytes; /* default: 1 GiB */
@@ -590,16 +587,15 @@ typedef struct mpt_loader mpt_loader;
 typedef struct mpt_batch {
     mpt_tensor images; /* (N,H,W,C), lane-major; U8, F32 or F16, host memory */
     mpt_tensor labels; /* (N), I32; -1 in slots that don't count */
-    const uint64_t
-        *sample_ids;   /* (N), key of the counter-based random numbers; NULL: index in the batch */
+    /* (N), key of the counter-based random numbers; NULL: the index in the batch */
+    const uint64_t *sample_ids;
     int32_t num_lanes; /* N = num_lanes * capacity; 0: one lane */
-    const int32_t
-        *lane_valid; /* the first lane_valid[i] of lane i's slots count, 0 allowed; NULL: all N */
-    int64_t
-        num_valid; /* their sum, at least 1; the batch is valid until the next mpt_loader_next */
-    struct mpt_loader *source; /* NULL for own arrays */
+    /* (num_lanes): the first lane_valid[i] of lane i's slots count, 0 allowed; NULL: all N */
+    const int32_t *lane_valid;
+    int64_t num_valid;         /* their sum, at least 1 */
+    struct mpt_loader *source; /* NULL for batches that the caller made */
     int64_t epoch, index;
-} mpt_batch;
+} mpt_batch; /* from a loader: valid until the next call on it */
 
 typedef enum mpt_count_source {
     MPT_COUNT_ESTIMATE = 0, /* bytes of all files / bytes of a record in the first */
@@ -631,7 +627,8 @@ MPT_API mpt_loader_info mpt_loader_get_info(const mpt_loader *ld);
    belong to the loader and stay valid until the next call on it. */
 MPT_API MPT_CHECKED mpt_result mpt_loader_get_state(mpt_loader *ld, mpt_bytes *out);
 /* Goes on from there, bit for bit: same files, lanes and seed, any number of workers or ranks. A
-   state of another data set or desc is refused by name. On failure the loader stays as it was. */
+   damaged state, or one of another data set or desc, is refused by name and changes nothing. When
+   its records can't be read again the loader has failed for good. */
 MPT_API MPT_CHECKED mpt_result mpt_loader_set_state(mpt_loader *ld, mpt_bytes state);
 MPT_API void mpt_loader_destroy(mpt_loader *ld); /* joins its threads, closes its files */
 
@@ -659,7 +656,6 @@ MPT_API void mpt_loader_destroy(mpt_loader *ld); /* joins its threads, closes it
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -743,8 +739,8 @@ MPT_API const char *mpt_result_string(mpt_result r) {
 
 /* ---- errors -------------------------------------------------------------------------------------
    Inside the library an error travels as a pointer to an mpt_error (NULL: nobody asks), since
-   worker threads have no context. Public functions pass the context's own and end with mpti_report.
-   */
+   worker threads have no context. Public functions pass the context's own and end with
+   mpti_report. */
 
 /* Messages quote names and bytes of hostile files: whatever could break a terminal or a log line
    becomes '?', and a cut in the middle of a UTF-8 character goes back to its start. */
@@ -5117,16 +5113,14 @@ static mpt_result mpti_image_resample(const mpt_allocator *allocator, const mpt_
  */
 
 enum {
-    MPTI_WHOLE_FILES_PER_LANE =
-        16,                   /* with fewer files a lane, records are dealt instead of files */
-    MPTI_STREAM_RECORDS = 64, /* read-ahead of a stream: so many records ... */
+    MPTI_WHOLE_FILES_PER_LANE = 16,  /* with fewer files a lane, records are dealt instead */
+    MPTI_STREAM_RECORDS = 64,        /* read-ahead of a stream: so many records ... */
     MPTI_STREAM_BYTES = 512 * 1024,  /* ... or so many bytes, whichever is reached first */
     MPTI_DECODE_GROUP = 16,          /* records that a worker decodes in one go ... */
     MPTI_DECODE_GROUP_BYTES = 32768, /* ... unless they are large */
     MPTI_CROP_TRIES = 10,            /* of random-resized-crop, as in TensorFlow and torchvision */
     MPTI_MAX_FILES = 1 << 23,        /* they share a 64-bit sample id with 2^40 records each */
-    MPTI_MAX_INDEX_FILES =
-        2048 /* of more whole files no .idx is looked for: it would take minutes */
+    MPTI_MAX_INDEX_FILES = 2048      /* of more files no .idx is sought: it would take minutes */
 };
 
 static mpt_result mpti_loader_desc_error(mpt_error *err, const char *field, const char *range) {
@@ -5249,8 +5243,8 @@ typedef struct mpti_segment {
     int stride, phase;    /* keep records with record % stride == phase */
 } mpti_segment;
 
-/* A segment being read. One worker at a time reads ahead into the queue; the merge takes from it.
-   */
+/* A segment being read. One worker at a time reads ahead into the queue; the merge takes
+   from it. */
 typedef struct mpti_stream {
     int segment; /* number in the lane's list; -1: none */
     mpt_tfrecord *reader;
@@ -5276,8 +5270,8 @@ typedef struct mpti_lane {
     mpti_item *shuffle; /* [desc.shuffle_buffer] */
     int shuffle_count;
     uint64_t draws; /* numbers drawn in this epoch: the counter of the shuffle */
-    /* samples in lane order; delivered <= collated <= resolved <= dealt, counted from the epoch's
-    start */
+    /* in lane order, counted from the start of the epoch (or the restored position):
+       delivered <= collated <= resolved <= dealt */
     mpti_sample *samples; /* ring [ring]: sample s lies in s % ring */
     int64_t ring, delivered, collated, resolved, decode_next, dealt;
     int64_t num_ready;           /* usable ones in collated .. resolved-1 */
@@ -5830,8 +5824,7 @@ static void mpti_loader_deal_files(const mpt_loader *ld, mpti_lane *lane, const 
 }
 
 /* A lane's run out of the concatenation of all indexed files; of a file without an index
-   (compressed, damaged, or unseekable) every num_lanes-th record, beginning elsewhere in each file.
-   */
+   (compressed, damaged, or unseekable) every num_lanes-th record, begun elsewhere in each. */
 static void mpti_loader_deal_records(const mpt_loader *ld, mpti_lane *lane, const int *order) {
     int64_t total = 0, begin, end, at = 0;
     int lanes = ld->desc.num_lanes, i;
@@ -7190,8 +7183,7 @@ MPT_API void mpt_loader_destroy(mpt_loader *ld) {
      lane:   size | turn, drained, draws, next segment | streams | shuffle buffer | dealt records
      record: file, number, offset, offset of the next one
 
-   All numbers are 64-bit, little-endian. Records are kept as places, not as bytes, and read again.
-   */
+   All numbers are 64-bit, little-endian. Records are kept as places and read again. */
 static const char mpti_state_magic[9] = "MPTLOAD1";
 enum { MPTI_STATE_HEADER = 16, MPTI_STATE_ITEM = 32 };
 
@@ -7391,8 +7383,8 @@ MPT_API mpt_result mpt_loader_get_state(mpt_loader *ld, mpt_bytes *out) {
     return MPT_OK;
 }
 
-/* Opens the block at the front of state for reading; its checksum vouches for every number in it.
-   */
+/* Opens the block at the front of state for reading; its checksum vouches for every number in
+   it. */
 static mpt_result mpti_state_open(const mpt_loader *ld, mpt_bytes state, mpti_archive *a,
                                   mpti_position *p, mpt_error *err) {
     uint64_t size = 0;
