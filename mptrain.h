@@ -552,7 +552,7 @@ typedef struct mpt_loader_desc {
     const char *image_key; /* default: by schema, "image/encoded" (ImageNet) or "image" (TFDS) */
     const char *label_key; /* default: by schema, "image/class/label" or "label" */
     int label_offset;      /* subtracted from labels; default: 1 for "image/class/label", else 0 */
-    int label_offset_is_set;
+    int label_offset_is_set; /* only needed for a label_offset of 0 */
     int raw_pixels;          /* the image feature holds height*width*channels bytes of pixels */
     int apply_exif;          /* default: pixels as stored */
     int64_t max_pixels;      /* default: 100,000,000 */
@@ -562,7 +562,7 @@ typedef struct mpt_loader_desc {
     int crop_padding;      /* pixels; default: 4, for MPT_AUGMENT_CROP_FLIP */
     float center_fraction; /* side of the central part that is kept when resizing; default: 1 */
     mpt_dtype dtype;       /* of the batch: F32 (default), F16 or U8 */
-    float mean[3], std[3]; /* F32, F16: (pixel / 255 - mean) / std; default: 0 and 1 */
+    float mean[3], std[3]; /* F32, F16: (pixel / 255 - mean) / std, so 0.485; default: 0 and 1 */
 
     int num_lanes;   /* default: world_size; a multiple of it, fixed for the run */
     int num_workers; /* threads that read and decode; default: cores */
@@ -613,7 +613,7 @@ typedef struct mpt_loader_info {
     int64_t steps_per_epoch; /* exact unless the source is an estimate */
     const char *image_key, *label_key;
     int label_offset;
-    int64_t num_bad_records; /* skipped in this epoch by this rank so far */
+    int64_t num_bad_records; /* skipped by this rank in the epoch of the last batch */
     int64_t epoch, index;    /* of the batch that comes next */
 } mpt_loader_info;
 
@@ -624,11 +624,15 @@ MPT_API MPT_CHECKED mpt_result mpt_loader_create(mpt_ctx *ctx, const mpt_loader_
 MPT_API MPT_CHECKED mpt_result mpt_loader_next(mpt_loader *ld, mpt_batch *out);
 MPT_API mpt_loader_info mpt_loader_get_info(const mpt_loader *ld);
 /* The position behind the last batch that was delivered, as bytes (little-endian, portable) that
-   belong to the loader and stay valid until the next call on it. */
+   belong to the loader and stay valid until the next call on it: one block with the lanes of this
+   rank. To go on with another number of ranks, give each the blocks of all of them, one after the
+   other. */
 MPT_API MPT_CHECKED mpt_result mpt_loader_get_state(mpt_loader *ld, mpt_bytes *out);
-/* Goes on from there, bit for bit: same files, lanes and seed, any number of workers or ranks. A
-   damaged state, or one of another data set or desc, is refused by name and changes nothing. When
-   its records can't be read again the loader has failed for good. */
+/* Goes on from there, bit for bit, with any number of workers. What decides which record comes next
+   must be equal: seed, num_lanes, no_shuffle, interleave, shuffle_buffer and the names of the files
+   (or the size of the arrays); everything else may change. A damaged state, or one of other data,
+   is refused by name and changes nothing. When its records can't be read again the loader has
+   failed for good. */
 MPT_API MPT_CHECKED mpt_result mpt_loader_set_state(mpt_loader *ld, mpt_bytes state);
 MPT_API void mpt_loader_destroy(mpt_loader *ld); /* joins its threads, closes its files */
 
@@ -2433,7 +2437,7 @@ static mpt_result mpti_zlib_open(const mpt_allocator *allocator, mpt_compression
     (void)allocator, (void)level, (void)block, (void)out;
     return MPTI_FAIL(
         err, MPT_ERR_UNSUPPORTED,
-        "%s: compressed with %s, which needs a program built with -DMPTRAIN_ZLIB and -lz",
+        "%s: %s compression needs a program built with -DMPTRAIN_ZLIB and -lz",
         mpti_path_tail(path), mpti_compression_name(kind));
 }
 #endif
@@ -2638,6 +2642,10 @@ static const char *mpti_tfrecord_guess(const uint8_t head[MPTI_HEADER_BYTES]) {
         return "; this is a Riegeli or ArrayRecord file: convert it to TFRecord";
     if (!memcmp(head, "PK\3\4", 4)) return "; this is a ZIP archive: unpack it";
     if (head[0] == '<') return "; this looks like an HTML or XML page, maybe of a failed download";
+    if (!memcmp(head, "\x89PNG", 4) || !memcmp(head, "\xff\xd8\xff", 3))
+        return "; this is a picture, not a file of records";
+    if (!memcmp(head, "0 ", 2) && head[2] >= '1' && head[2] <= '9')
+        return "; this looks like a record index (.idx): leave it out";
     for (i = 0; i < MPTI_HEADER_BYTES; i++)
         if ((head[i] < 0x20 || head[i] > 0x7e) && head[i] != '\n' && head[i] != '\r' &&
             head[i] != '\t')
@@ -3831,7 +3839,7 @@ static mpt_result mpti_example_begin(mpt_example *e, const char *name, mpt_featu
     key.data = (const uint8_t *)name;
     key.size = strlen(name);
     if (!mpti_utf8_is_valid(key)) wrong = "the name is no UTF-8";
-    else if (mpti_example_has(e, key)) wrong = "there is a feature of that name";
+    else if (mpti_example_has(e, key)) wrong = "it was added already";
     else if (size > INT32_MAX || key.size > INT32_MAX) wrong = "it is larger than 2 GiB";
     feature = mpti_wire_put_size(size);
     entry = mpti_wire_put_size(key.size) + mpti_wire_put_size(feature);
@@ -5145,10 +5153,11 @@ static void mpti_loader_desc_defaults(mpt_loader_desc *d) {
     }
     if (d->no_shuffle) d->shuffle_buffer = 1;
     if (d->crop_padding == 0) d->crop_padding = 4;
-    if (!(d->center_fraction > 0)) d->center_fraction = 1;
+    if (d->center_fraction == 0) d->center_fraction = 1;
+    if (d->label_offset != 0) d->label_offset_is_set = 1;
     if (d->max_bad_records == 0) d->max_bad_records = 1000;
     for (c = 0; c < 3; c++)
-        if (!(d->std[c] > 0)) d->std[c] = 1;
+        if (d->std[c] == 0) d->std[c] = 1;
 }
 
 static mpt_result mpti_loader_check_arrays(const mpt_loader_desc *d, mpt_error *err) {
@@ -5170,6 +5179,8 @@ static mpt_result mpti_loader_desc_check(const mpt_loader_desc *d, mpt_error *er
 
     if (!d->array_images && (d->num_paths < 1 || !d->paths))
         return mpti_loader_desc_error(err, "paths", "at least one name, or array_images set");
+    if (d->array_images && d->num_paths > 0)
+        return mpti_loader_desc_error(err, "paths", "empty when array_images is set");
     if (d->batch_size < 1 || d->batch_size > 1 << 24)
         return mpti_loader_desc_error(err, "batch_size", "in 1 .. 2^24");
     if (d->height < 1 || d->height > 16384 || d->width < 1 || d->width > 16384)
@@ -5188,14 +5199,25 @@ static mpt_result mpti_loader_desc_check(const mpt_loader_desc *d, mpt_error *er
     if (d->shuffle_buffer < 1) return mpti_loader_desc_error(err, "shuffle_buffer", "at least 1");
     if (d->crop_padding < 0 || d->crop_padding > 1024)
         return mpti_loader_desc_error(err, "crop_padding", "in 1 .. 1024");
-    if (d->center_fraction > 1) return mpti_loader_desc_error(err, "center_fraction", "in 0 .. 1");
+    if (!(d->center_fraction > 0 && d->center_fraction <= 1))
+        return mpti_loader_desc_error(err, "center_fraction", "in 0 .. 1");
+    if ((int)d->augment < 0 || d->augment > MPT_AUGMENT_IMAGENET)
+        return mpti_loader_desc_error(err, "augment", "one of mpt_augment");
+    if ((int)d->last_batch < 0 || d->last_batch > MPT_LAST_BATCH_PAD)
+        return mpti_loader_desc_error(err, "last_batch", "one of mpt_last_batch");
+    if ((int)d->on_bad_record < 0 || d->on_bad_record > MPT_BAD_RECORD_SKIP_FILE)
+        return mpti_loader_desc_error(err, "on_bad_record", "one of mpt_on_bad_record");
     if (d->max_bad_records < 0) return mpti_loader_desc_error(err, "max_bad_records", "at least 0");
     if (d->num_records < 0) return mpti_loader_desc_error(err, "num_records", "at least 0");
     if (d->dtype != MPT_F32 && d->dtype != MPT_F16 && d->dtype != MPT_U8)
         return mpti_loader_desc_error(err, "dtype", "MPT_F32, MPT_F16 or MPT_U8");
-    for (c = 0; c < 3 && d->dtype == MPT_U8; c++)
-        if (d->mean[c] != 0 || d->std[c] != 1)
+    for (c = 0; c < 3; c++) { /* far from 0 .. 1: somebody's numbers for pixels of 0 .. 255 */
+        if (!(d->mean[c] >= -8 && d->mean[c] <= 8 && d->std[c] > 0 && d->std[c] <= 8))
+            return mpti_loader_desc_error(err, "mean and std",
+                                          "in units of pixel / 255, std above 0");
+        if (d->dtype == MPT_U8 && (d->mean[c] != 0 || d->std[c] != 1))
             return mpti_loader_desc_error(err, "mean and std", "unset when dtype is MPT_U8");
+    }
     return d->array_images ? mpti_loader_check_arrays(d, err) : MPT_OK;
 }
 
@@ -5325,6 +5347,7 @@ struct mpt_loader {
     mpti_loader_batch batches[2]; /* one is with the caller, one is being filled */
     int64_t epoch, index;         /* of the batch delivered next */
     int64_t taken, released; /* batches the caller got since the start or restore, and gave back */
+    int64_t ended_num_bad;   /* records left out in the epoch before */
     bool restored;           /* in the middle of this epoch: its records can't be counted */
     int64_t num_valid, num_bad; /* records delivered and left out in this epoch */
     bool failed;                /* for good; error tells why */
@@ -5472,10 +5495,15 @@ static mpt_result mpti_loader_list_one(mpt_loader *ld, const char *pattern, mpt_
                          "%s: none of its %d files is named like a TFRecord shard (*tfrecord*, "
                          "*-of-*): give a pattern",
                          mpti_path_tail(pattern), l.skipped);
-    if (l.found == 0)
-        return MPTI_FAIL_ERRNO(err, MPT_ERR_IO, ENOENT, "%s: no file matches",
-                               mpti_path_tail(pattern));
-    return MPT_OK;
+    if (l.found > 0) return MPT_OK;
+    if (strstr(pattern, "://"))
+        return MPTI_FAIL(err, MPT_ERR_IO,
+                         "%s: no file: mount that storage, or reach it through mpt_loader_desc.io",
+                         mpti_path_tail(pattern));
+    return MPTI_FAIL_ERRNO(err, MPT_ERR_IO, ENOENT, "%s: %s", mpti_path_tail(pattern),
+                           strpbrk(pattern, "*?[")
+                               ? "no file matches"
+                               : "no such file, nor a folder with files in it");
 }
 
 static int mpti_compare_names(const void *a, const void *b) {
@@ -6217,7 +6245,7 @@ static mpt_result mpti_feature_require(mpt_bytes example, const char *key, const
     char names[200];
 
     if (f->kind != MPT_FEATURE_NONE && f->kind != kind)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "feature %s is a %s list, expected %s", key,
+        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "feature %s is of kind %s, expected %s", key,
                          mpt_feature_kind_string(f->kind), mpt_feature_kind_string(kind));
     if (f->kind == kind && f->count == 1) return MPT_OK;
     if (f->count > 1)
@@ -6242,7 +6270,8 @@ static mpt_result mpti_label_check(const mpt_loader *ld, int64_t stored, int32_t
     if (stored == 0 && offset == 1)
         return MPTI_FAIL(
             err, MPT_ERR_INVALID_ARGUMENT,
-            "label 0, but labels of %s were taken to run from 1: set label_offset to 0",
+            "label 0, but labels of %s were taken to run from 1: set label_offset to 0 "
+                         "and label_offset_is_set",
             ld->label_key);
     if (stored - classes == 0 && offset == 0)
         return MPTI_FAIL(
@@ -6349,6 +6378,15 @@ static mpt_result mpti_loader_fit(const mpt_loader *ld, const mpt_image *image, 
     return rc;
 }
 
+/* "image/encoded: a GIF picture: convert it ...", with the hint at raw pixels where that fits. */
+static void mpti_image_blame(const mpt_loader *ld, mpt_bytes bytes, mpt_result rc, mpt_error *err) {
+    char cause[sizeof err->message];
+
+    mpti_image_hint_raw(bytes, ld->desc.height, ld->desc.width, ld->desc.channels, err);
+    memcpy(cause, err->message, sizeof cause);
+    MPTI_FAIL(err, rc, "%s: %s", ld->image_key, cause);
+}
+
 static mpt_result mpti_loader_decode_picture(const mpt_loader *ld, mpt_bytes bytes, int64_t epoch,
                                              uint64_t id, uint8_t *pixels, mpt_error *err) {
     mpt_image image;
@@ -6369,8 +6407,8 @@ static mpt_result mpti_loader_decode_picture(const mpt_loader *ld, mpt_bytes byt
         return mpti_loader_fit(ld, &image, epoch, id, pixels, err);
     }
     rc = mpti_image_decode(&ld->allocator, bytes, &ld->image, err, &image);
-    if (rc) mpti_image_hint_raw(bytes, ld->desc.height, ld->desc.width, ld->desc.channels, err);
     if (rc == MPT_OK) rc = mpti_loader_fit(ld, &image, epoch, id, pixels, err);
+    else mpti_image_blame(ld, bytes, rc, err);
     mpti_image_free(&ld->allocator, &image);
     return rc;
 }
@@ -6832,7 +6870,7 @@ static mpt_result mpti_loader_settle_bad(mpt_loader *ld, mpti_loader_batch *batc
             }
             if (++ld->num_bad > ld->desc.max_bad_records)
                 return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                                 "more than max_bad_records = %lld bad records; the last one: %s",
+                                 "more than %lld bad records (max_bad_records); the last one: %s",
                                  (long long)ld->desc.max_bad_records, bad->error.message);
             memset(&report, 0, sizeof report);
             report.path = ld->num_files && ld->files ? ld->files[bad->file] : "array";
@@ -6850,26 +6888,49 @@ static mpt_result mpti_loader_settle_bad(mpt_loader *ld, mpti_loader_batch *batc
     return MPT_OK;
 }
 
+/* Nothing came of a whole epoch: going on would be an endless loop without data. */
+static mpt_result mpti_loader_empty_epoch(const mpt_loader *ld, int64_t usable, mpt_error *err) {
+    if (usable > 0)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "no batch in an epoch: %lld records don't fill one of %d lanes with a "
+                         "batch_size of %d, and MPT_LAST_BATCH_DROP leaves partial ones out",
+                         (long long)usable, ld->num_lanes, ld->desc.batch_size);
+    return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
+                     "an epoch without one usable record (%lld bad ones were left out) in %d "
+                     "files, the first is %s",
+                     (long long)ld->num_bad, ld->num_files,
+                     ld->files ? mpti_path_tail(ld->files[0]) : "an array");
+}
+
+/* After an epoch that was read from its start by one rank the number of records is known. */
+static void mpti_loader_keep_count(mpt_loader *ld, int64_t usable) {
+    char message[160];
+
+    if (ld->num_records_source == MPT_COUNT_GIVEN && ld->num_records != usable) {
+        snprintf(message, sizeof message, "num_records was given as %lld, but the epoch had %lld",
+                 (long long)ld->num_records, (long long)usable);
+        mpti_log(ld->ctx, MPT_LOG_WARNING, message);
+    }
+    ld->num_records = usable;
+    ld->num_records_source = MPT_COUNT_EPOCH;
+    ld->steps_per_epoch = ld->index;
+}
+
 /* The end of an epoch: what was counted is kept, and the next epoch's reading begins at once. */
 static mpt_result mpti_loader_end_epoch(mpt_loader *ld, mpt_error *err) {
-    int64_t usable = 0, batches = ld->index;
+    int64_t usable = 0, bad = ld->num_bad;
+    bool whole = !ld->restored;
     mpt_result rc;
     int i;
 
     mpti_loader_pause(ld);
     for (i = 0; i < ld->num_lanes; i++) usable += ld->lanes[i].num_usable;
-    if (ld->desc.world_size == 1 && !ld->restored) {
-        if (usable == 0)
-            return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                             "an epoch without one usable record (%lld bad ones were left out) in "
-                             "%d files, the first is %s",
-                             (long long)ld->num_bad, ld->num_files,
-                             ld->files ? mpti_path_tail(ld->files[0]) : "an array");
-        ld->num_records = usable;
-        ld->num_records_source = MPT_COUNT_EPOCH;
-        ld->steps_per_epoch = batches;
-    }
+    /* a rank may own no record of a small set; one that lost all it had is an error */
+    if (whole && ld->index == 0 && (ld->desc.world_size == 1 || (usable == 0 && bad > 0)))
+        return mpti_loader_empty_epoch(ld, usable, err);
+    if (whole && ld->desc.world_size == 1) mpti_loader_keep_count(ld, usable);
     rc = mpti_loader_begin_epoch(ld, ld->epoch + 1, err);
+    ld->ended_num_bad = bad;
     if (rc == MPT_OK) mpti_loader_resume(ld);
     return rc;
 }
@@ -6951,7 +7012,7 @@ MPT_API mpt_loader_info mpt_loader_get_info(const mpt_loader *ld) {
     info.image_key = ld->image_key;
     info.label_key = ld->label_key;
     info.label_offset = ld->label_offset;
-    info.num_bad_records = ld->num_bad;
+    info.num_bad_records = ld->index == 0 ? ld->ended_num_bad : ld->num_bad;
     info.epoch = ld->epoch;
     info.index = ld->index;
     return info;
@@ -7213,7 +7274,7 @@ static void mpti_archive_i64(mpti_archive *a, int64_t *v, int64_t low, int64_t h
     mpti_archive_u64(a, &bits);
     *v = (int64_t)bits;
     if (*v < low || *v > high) a->bad = true;
-    if (a->bad) *v = low;
+    if (a->bad && !a->out) *v = low; /* writing never changes what it writes */
 }
 
 static void mpti_archive_int(mpti_archive *a, int *v, int low, int high) {
@@ -7293,8 +7354,8 @@ enum { MPTI_STATE_FIELDS = 8 };
 
 static void mpti_state_fields(const mpt_loader *ld, mpti_state_field out[MPTI_STATE_FIELDS]) {
     static const char *const names[MPTI_STATE_FIELDS] = {
-        "seed",       "num_lanes",       "interleave",         "shuffle_buffer",
-        "no_shuffle", "number of files", "names of the files", "number of array elements"};
+        "seed",           "num_lanes",       "no_shuffle",         "interleave",
+        "shuffle_buffer", "number of files", "names of the files", "number of array elements"};
     uint32_t crc = 0;
     int i;
 
@@ -7306,9 +7367,9 @@ static void mpti_state_fields(const mpt_loader *ld, mpti_state_field out[MPTI_ST
     for (i = 0; i < MPTI_STATE_FIELDS; i++) out[i].name = names[i];
     out[0].value = ld->desc.seed;
     out[1].value = (uint64_t)ld->desc.num_lanes;
-    out[2].value = (uint64_t)ld->desc.interleave;
-    out[3].value = (uint64_t)ld->desc.shuffle_buffer;
-    out[4].value = ld->desc.no_shuffle != 0;
+    out[2].value = ld->desc.no_shuffle != 0;
+    out[3].value = (uint64_t)ld->desc.interleave;
+    out[4].value = (uint64_t)ld->desc.shuffle_buffer;
     out[5].value = (uint64_t)ld->num_files;
     out[6].value = crc;
     out[7].value = ld->desc.array_images ? (uint64_t)ld->desc.array_images->dims[0] : 0;
@@ -7330,7 +7391,8 @@ static mpt_result mpti_archive_position(const mpt_loader *ld, mpti_archive *a, m
         mpti_archive_u64(a, &value);
         if (value != fields[i].value && !a->bad)
             return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
-                             "the saved position belongs to another run: %s was %llu, is %llu now",
+                             "the saved position belongs to other data or another desc: %s was "
+                             "%llu, is %llu now",
                              fields[i].name, (unsigned long long)value,
                              (unsigned long long)fields[i].value);
     }

@@ -193,6 +193,17 @@ static int count_threads(void) {
     return n;
 }
 
+/* The error in which reading a data set ends. */
+static const char *error_of(mpt_ctx *ctx, const mpt_loader_desc *desc, mpt_result expected) {
+    mpt_loader *ld = NULL;
+    mpt_batch b;
+    mpt_result rc = mpt_loader_create(ctx, desc, &ld);
+    while (rc == MPT_OK) rc = mpt_loader_next(ld, &b);
+    mpt_loader_destroy(ld);
+    CHECK_RESULT(ctx, rc, expected);
+    return mpt_last_error(ctx)->message;
+}
+
 /* ---- each record once ---------------------------------------------------------------------------
    */
 MPT_TEST(O22_each_record_once_whatever_the_workers) {
@@ -432,6 +443,58 @@ MPT_TEST(O23_every_rank_counts_its_own_records_once) {
     mpt_ctx_destroy(ctx);
 }
 
+MPT_TEST(O25_each_epoch_is_a_new_partition_over_the_ranks) {
+    static const int counts[5] = {8, 8, 8, 8, 8};
+    static trace of_rank[4], epoch_sum, last;
+    mpt_ctx *ctx = new_ctx();
+    const char *folder = new_folder("o25");
+    mpt_loader_desc d = raw_desc(&folder, 1);
+    mpt_loader *ld[4];
+    int rank, epoch;
+    write_set(ctx, folder, counts, 5, MPT_COMPRESSION_NONE);
+    d.world_size = 4;
+    for (rank = 0; rank < 4; rank++) {
+        d.rank = rank;
+        CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld[rank]));
+    }
+    memset(&last, 0, sizeof last);
+    for (epoch = 0; epoch < 3; epoch++) {
+        memset(&epoch_sum, 0, sizeof epoch_sum);
+        for (rank = 0; rank < 4; rank++) {
+            memset(&of_rank[rank], 0, sizeof of_rank[rank]);
+            run_epoch(ctx, ld[rank],
+                      &of_rank[rank]); /* nobody tells the loader which epoch it is */
+            memcpy(epoch_sum.ids + epoch_sum.n, of_rank[rank].ids,
+                   sizeof epoch_sum.ids[0] * (size_t)of_rank[rank].n);
+            epoch_sum.n += of_rank[rank].n;
+        }
+        check_each(&epoch_sum, 40, 1);
+        CHECK(epoch_sum.n != last.n ||
+              memcmp(epoch_sum.ids, last.ids, sizeof last.ids[0] * (size_t)last.n));
+        last = epoch_sum;
+    }
+    for (rank = 0; rank < 4; rank++) mpt_loader_destroy(ld[rank]);
+    mpt_ctx_destroy(ctx);
+}
+
+MPT_TEST(nothing_usable_is_an_error_on_any_rank) {
+    static const int counts[2] = {20, 20};
+    mpt_ctx *ctx = new_ctx();
+    const char *folder = new_folder("unusable");
+    mpt_loader_desc d = raw_desc(&folder, 1);
+    write_set(ctx, folder, counts, 2, MPT_COMPRESSION_NONE);
+    d.last_batch = MPT_LAST_BATCH_DROP;
+    d.batch_size = 64;
+    CHECK_CONTAINS(error_of(ctx, &d, MPT_ERR_INVALID_ARGUMENT), "no batch in an epoch");
+    d.last_batch = MPT_LAST_BATCH_KEEP;
+    d.on_bad_record = MPT_BAD_RECORD_SKIP;
+    d.image_key = "nokey";
+    CHECK_CONTAINS(error_of(ctx, &d, MPT_ERR_CORRUPT_DATA), "without one usable record (40 bad");
+    d.world_size = 2;
+    CHECK_CONTAINS(error_of(ctx, &d, MPT_ERR_CORRUPT_DATA), "without one usable record (20 bad");
+    mpt_ctx_destroy(ctx);
+}
+
 /* ---- restore ------------------------------------------------------------------------------------
    */
 
@@ -564,6 +627,48 @@ MPT_TEST(state_of_four_ranks_goes_on_with_two) {
     mpt_ctx_destroy(ctx);
 }
 
+/* get_state may fail for want of memory; the loader goes on as if it had not been asked. */
+MPT_TEST(a_state_that_cannot_be_written_changes_nothing) {
+    static const int counts[4] = {37, 40, 1, 22};
+    static trace whole, t;
+    const char *folder = new_folder("nostate");
+    mpt_loader_desc d = raw_desc(&folder, 1);
+    mpt_ctx *ctx = new_ctx();
+    int64_t n;
+    write_set(ctx, folder, counts, 4, MPT_COMPRESSION_NONE);
+    mpt_ctx_destroy(ctx);
+    d.num_lanes = 2;
+    run_epochs(&d, 1, &whole);
+    for (n = 1; n <= 6; n++) {
+        mpt_test_allocator memory;
+        mpt_ctx_desc cd;
+        mpt_loader *ld = NULL;
+        mpt_bytes state;
+        mpt_batch b;
+        int failed;
+        memset(&cd, 0, sizeof cd);
+        memset(&t, 0, sizeof t);
+        mpt_test_allocator_init(&memory, 0, 0);
+        cd.allocator = memory.hooks;
+        CHECK_OK(NULL, mpt_ctx_create(&cd, &ctx));
+        CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld));
+        CHECK_OK(ctx, mpt_loader_next(ld, &b));
+        trace_batch(&t, &b);
+        pthread_mutex_lock(&ld->lock); /* while no worker allocates: the failure is get_state's */
+        mpti_loader_pause(ld);
+        memory.fail_at = memory.num_allocs + n;
+        pthread_mutex_unlock(&ld->lock);
+        failed = mpt_loader_get_state(ld, &state) != MPT_OK;
+        memory.fail_at = 0;
+        CHECK(failed || n > 1);
+        run_epoch(ctx, ld, &t);
+        check_same(&whole, &t);
+        mpt_loader_destroy(ld);
+        mpt_ctx_destroy(ctx);
+        CHECK_NO_LEAK(&memory);
+    }
+}
+
 MPT_TEST(a_foreign_or_damaged_state_is_refused) {
     static const int counts[2] = {30, 20};
     static trace before, after;
@@ -676,6 +781,7 @@ MPT_TEST(O17_bad_pictures_are_skipped_counted_and_limited) {
     CHECK_EQ_INT(t.records, 997);
     CHECK_EQ_INT(full, 124); /* 124 full ones and one of 5: skipped records leave no holes */
     CHECK_EQ_INT(log.n, 3);
+    CHECK_EQ_INT(mpt_loader_get_info(ld).num_bad_records, 3); /* of the epoch that has ended */
     CHECK_CONTAINS(log.cause[0], "o17.tfrecord: record ");
     CHECK_CONTAINS(log.cause[0], "has 3 bytes");
     mpt_loader_destroy(ld);
@@ -688,7 +794,7 @@ MPT_TEST(O17_bad_pictures_are_skipped_counted_and_limited) {
     CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld));
     while ((rc = mpt_loader_next(ld, &b)) == MPT_OK) continue;
     CHECK_RESULT(ctx, rc, MPT_ERR_CORRUPT_DATA);
-    CHECK_CONTAINS(mpt_last_error(ctx)->message, "max_bad_records = 2");
+    CHECK_CONTAINS(mpt_last_error(ctx)->message, "more than 2 bad records (max_bad_records)");
     CHECK_RESULT(ctx, mpt_loader_next(ld, &b), MPT_ERR_CORRUPT_DATA); /* for good */
     mpt_loader_destroy(ld);
 
@@ -783,17 +889,6 @@ MPT_TEST(damage_gives_the_same_records_in_any_lanes) {
 /* ---- schema and labels --------------------------------------------------------------------------
    */
 
-/* The error that reading a one-record file gives. */
-static const char *error_of(mpt_ctx *ctx, const mpt_loader_desc *desc, mpt_result expected) {
-    mpt_loader *ld = NULL;
-    mpt_batch b;
-    mpt_result rc = mpt_loader_create(ctx, desc, &ld);
-    while (rc == MPT_OK) rc = mpt_loader_next(ld, &b);
-    mpt_loader_destroy(ld);
-    CHECK_RESULT(ctx, rc, expected);
-    return mpt_last_error(ctx)->message;
-}
-
 static void write_one(mpt_ctx *ctx, const char *path, mpt_example *e) {
     mpt_tfrecord_writer *w = open_writer(ctx, path, MPT_COMPRESSION_NONE);
     write_example(ctx, w, e);
@@ -824,12 +919,12 @@ MPT_TEST(O08_missing_and_wrong_features_are_named) {
     CHECK_OK(ctx, mpt_example_add_floats(e, "image/class/label", &real, 1));
     write_one(ctx, path, e);
     CHECK_CONTAINS(error_of(ctx, &d, MPT_ERR_CORRUPT_DATA),
-                   "feature image/class/label is a float list, expected int64");
+                   "feature image/class/label is of kind float, expected int64");
     CHECK_OK(ctx, mpt_example_add_bytes(e, "image/encoded", &pixels, 1));
     CHECK_OK(ctx, mpt_example_add_bytes(e, "image/class/label", &value, 1));
     write_one(ctx, path, e);
     CHECK_CONTAINS(error_of(ctx, &d, MPT_ERR_CORRUPT_DATA),
-                   "feature image/class/label is a bytes list, expected int64");
+                   "feature image/class/label is of kind bytes, expected int64");
     mpt_example_destroy(e);
     mpt_ctx_destroy(ctx);
 }
@@ -908,6 +1003,12 @@ MPT_TEST(O11_label_offset_follows_the_schema_and_contradictions_are_loud) {
     d.label_offset_is_set = 1; /* offset 0 by hand: label 10 doesn't fit, and the hint says why */
     CHECK_CONTAINS(error_of(ctx, &d, MPT_ERR_INVALID_ARGUMENT), "set label_offset to 1");
     d.label_offset_is_set = 0;
+    d.label_offset = 1; /* the advice, followed: an offset other than 0 needs no flag */
+    CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld));
+    CHECK_OK(ctx, mpt_loader_next(ld, &b));
+    CHECK_EQ_INT(((const int32_t *)b.labels.data)[9], 9);
+    mpt_loader_destroy(ld);
+    d.label_offset = 0;
     write_labels(ctx, path, "image/encoded", "image/class/label", from_zero, 2);
     CHECK_CONTAINS(error_of(ctx, &d, MPT_ERR_INVALID_ARGUMENT), "set label_offset to 0");
     write_labels(ctx, path, "image", "label", from_zero, 2);
@@ -1033,7 +1134,8 @@ MPT_TEST(counts_come_from_the_best_source) {
         "{\"name\": \"x\", \"splits\": [{\"name\": \"test\", \"shardLengths\": [\"9\"]}, "
         "{\"name\": \"train\", \"numBytes\": \"1\", \"shardLengths\": [\"50\", \"60\", \"71\"]}]}";
     static trace t;
-    mpt_ctx *ctx = new_ctx();
+    mpt_ctx_desc cd;
+    mpt_ctx *ctx = NULL;
     const char *folder = new_folder("counts");
     mpt_loader_desc d = raw_desc(&folder, 1);
     mpt_tfrecord_desc rd;
@@ -1042,6 +1144,9 @@ MPT_TEST(counts_come_from_the_best_source) {
     char path[1300], idx[1320];
     mpt_loader_info info;
     int i, total = 0;
+    memset(&cd, 0, sizeof cd);
+    cd.logger.log = note_log;
+    CHECK_OK(NULL, mpt_ctx_create(&cd, &ctx));
     memset(&rd, 0, sizeof rd);
     for (i = 0; i < 3; i++) {
         snprintf(path, sizeof path, "%s/x-train.tfrecord-%05d-of-%05d", folder, i, 3);
@@ -1081,6 +1186,11 @@ MPT_TEST(counts_come_from_the_best_source) {
     CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld));
     CHECK_EQ_INT(mpt_loader_get_info(ld).num_records_source, MPT_COUNT_GIVEN);
     CHECK_EQ_INT(mpt_loader_get_info(ld).num_records, 1000);
+    warnings[0] = 0;
+    memset(&t, 0, sizeof t);
+    run_epoch(ctx, ld, &t); /* contradicted by the data, and said so */
+    CHECK_CONTAINS(warnings, "num_records was given as 1000, but the epoch had 180");
+    CHECK_EQ_INT(mpt_loader_get_info(ld).num_records, 180);
     mpt_loader_destroy(ld);
     mpt_ctx_destroy(ctx);
 }
@@ -1764,9 +1874,12 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(without_shuffle_records_come_in_file_order),
     MPT_TEST_CASE(O23_last_batch_is_kept_dropped_or_padded),
     MPT_TEST_CASE(O23_every_rank_counts_its_own_records_once),
+    MPT_TEST_CASE(O25_each_epoch_is_a_new_partition_over_the_ranks),
+    MPT_TEST_CASE(nothing_usable_is_an_error_on_any_rank),
     MPT_TEST_CASE(restore_goes_on_bit_for_bit),
     MPT_TEST_CASE(restore_of_whole_files_and_compressed_files),
     MPT_TEST_CASE(state_of_four_ranks_goes_on_with_two),
+    MPT_TEST_CASE(a_state_that_cannot_be_written_changes_nothing),
     MPT_TEST_CASE(a_foreign_or_damaged_state_is_refused),
     MPT_TEST_CASE(O17_bad_pictures_are_skipped_counted_and_limited),
     MPT_TEST_CASE(O17_policies_on_damaged_framing),
