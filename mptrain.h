@@ -130,7 +130,7 @@
  *   a record          max_record_bytes, by default 1 GiB, for reading and writing
  *   a picture         max_pixels 100,000,000 and max_bytes 256 MiB, checked before decoding
  *   a picture's side  16384 in a batch
- *   records a file    2^40; files of a loader 2^23 (both are parts of a 64-bit sample id)
+ *   records a file    2^39; files of a loader 2^23 (both are parts of a 64-bit sample id)
  *
  * Files may be hostile: lengths, headers, tables and checksums are checked before they are
  * believed, memory is taken for bytes that are there and not for bytes that are promised, and
@@ -324,7 +324,8 @@ MPT_API const mpt_io *mpt_io_files(void); /* the built-in table: names are paths
 typedef enum mpt_on_bad_record {
     MPT_BAD_RECORD_FAIL = 0, /* the call that meets it fails */
     MPT_BAD_RECORD_SKIP, /* go on with the next record; with the next file if the framing is lost */
-    MPT_BAD_RECORD_SKIP_FILE /* damaged framing or checksum: leave the rest of that file out */
+    MPT_BAD_RECORD_SKIP_FILE /* damaged framing or checksum: leave out the rest of that file (of
+                                what the same lane reads of it) */
 } mpt_on_bad_record;
 
 typedef struct mpt_bad_record {
@@ -372,7 +373,8 @@ typedef struct mpt_tfrecord_position {
 } mpt_tfrecord_position;
 MPT_API mpt_tfrecord_position mpt_tfrecord_tell(const mpt_tfrecord *f);
 /* The next call delivers record number `record` whose length field is at `offset` (from an index).
-   Plain files only: MPT_ERR_UNSUPPORTED on compressed ones or storage that can't seek. */
+   Plain files only: MPT_ERR_UNSUPPORTED on compressed ones or storage that can't seek;
+   MPT_ERR_CORRUPT_DATA for an offset behind the end, as from an index of another file. */
 MPT_API MPT_CHECKED mpt_result mpt_tfrecord_seek(mpt_tfrecord *f, int64_t record, uint64_t offset);
 MPT_API mpt_compression mpt_tfrecord_compression(const mpt_tfrecord *f);
 MPT_API int64_t mpt_tfrecord_num_bad(const mpt_tfrecord *f); /* skipped so far */
@@ -595,7 +597,7 @@ typedef struct mpt_batch {
     int64_t num_valid;         /* their sum, at least 1 */
     struct mpt_loader *source; /* NULL for batches that the caller made */
     int64_t epoch, index;
-} mpt_batch; /* from a loader: valid until the next call on it */
+} mpt_batch; /* from a loader: valid until its next mpt_loader_next or _set_state */
 
 typedef enum mpt_count_source {
     MPT_COUNT_ESTIMATE = 0, /* bytes of all files / bytes of a record in the first */
@@ -610,7 +612,7 @@ typedef struct mpt_loader_info {
     int num_files;
     int64_t num_records; /* in one epoch, all ranks */
     mpt_count_source num_records_source;
-    int64_t steps_per_epoch; /* exact unless the source is an estimate */
+    int64_t steps_per_epoch; /* exact unless the source is an estimate or records are skipped */
     const char *image_key, *label_key;
     int label_offset;
     int64_t num_bad_records; /* skipped by this rank in the epoch of the last batch */
@@ -2476,6 +2478,7 @@ struct mpt_tfrecord {
     mpt_compression compression;
     mpti_zlib *zlib;   /* NULL: plain */
     mpti_block *block; /* data[pos .. end) has been read and not yet delivered */
+    size_t start;      /* data[start .. end) is a run of the file without a gap */
     size_t pos, end;
     size_t block_bytes; /* of a new block, unless a record needs more */
     size_t ask;
@@ -2548,7 +2551,7 @@ static mpt_result mpti_tfrecord_room(mpt_tfrecord *f, size_t need) {
     memmove(block->data, f->block->data + f->pos, unread);
     if (block != f->block) mpti_block_release(f->block);
     f->block = block;
-    f->pos = 0;
+    f->start = f->pos = 0;
     f->end = unread;
     return MPT_OK;
 }
@@ -2579,15 +2582,15 @@ static void mpti_tfrecord_advance(mpt_tfrecord *f, size_t bytes) {
 
 /* To an offset of a plain file: inside the block, or by a seek. */
 static mpt_result mpti_tfrecord_jump(mpt_tfrecord *f, uint64_t offset) {
-    uint64_t begin = f->offset - f->pos, end = f->offset + (f->end - f->pos);
+    uint64_t begin = f->offset - (f->pos - f->start), end = f->offset + (f->end - f->pos);
     mpt_result rc;
 
     if (offset >= begin && offset <= end) {
-        f->pos = (size_t)(offset - begin);
+        f->pos = f->start + (size_t)(offset - begin);
     } else {
         rc = mpti_file_seek(&f->file, &f->error, offset);
         if (rc) return rc;
-        f->pos = f->end; /* room() takes a new block if somebody holds this one */
+        f->start = f->pos = f->end; /* what lies before is of elsewhere; room() makes room */
         f->ask = MPTI_FIRST_ASK;
     }
     f->offset = offset;
@@ -2883,9 +2886,11 @@ static mpt_result mpti_tfrecord_seek(mpt_tfrecord *f, mpt_error *err, int64_t re
                          "%s: a file compressed with %s can't be sought in",
                          mpti_path_tail(f->path), mpti_compression_name(f->compression));
     if (record < 0 || (f->file.size >= 0 && offset > (uint64_t)f->file.size))
-        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
-                         "%s: no record %lld at offset %llu of %lld bytes", mpti_path_tail(f->path),
-                         (long long)record, (unsigned long long)offset, (long long)f->file.size);
+        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
+                         "%s: no record %lld at offset %llu: the file has %lld bytes: has it "
+                         "changed since its index was made?",
+                         mpti_path_tail(f->path), (long long)record, (unsigned long long)offset,
+                         (long long)f->file.size);
     rc = mpti_tfrecord_jump(f, offset);
     if (rc) {
         if (err) *err = f->error;
@@ -5131,6 +5136,8 @@ enum {
     MPTI_MAX_INDEX_FILES = 2048      /* of more files no .idx is sought: it would take minutes */
 };
 
+#define MPTI_MAX_RECORDS ((int64_t)1 << 39) /* of a file; of 2^23 files still below 2^63 */
+
 static mpt_result mpti_loader_desc_error(mpt_error *err, const char *field, const char *range) {
     return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_loader_desc.%s must be %s", field, range);
 }
@@ -5261,7 +5268,7 @@ typedef struct mpti_sample {
 typedef struct mpti_segment {
     int file;
     int64_t first, count; /* count -1: to the end of the file */
-    uint64_t offset;      /* of record `first` */
+    uint64_t offset, end; /* of record `first`; of what follows the last one, if counted */
     int stride, phase;    /* keep records with record % stride == phase */
 } mpti_segment;
 
@@ -5270,7 +5277,8 @@ typedef struct mpti_segment {
 typedef struct mpti_stream {
     int segment; /* number in the lane's list; -1: none */
     mpt_tfrecord *reader;
-    int64_t read_next;    /* record that the reader delivers next */
+    int64_t read_next;    /* record that the reader delivers next ... */
+    uint64_t read_offset; /* ... and its offset */
     int64_t take_next;    /* record behind the last one taken by the merge ... */
     uint64_t take_offset; /* ... and its offset */
     bool busy, ended;     /* a worker reads; nothing comes behind what is in the queue */
@@ -5301,6 +5309,7 @@ typedef struct mpti_lane {
     bool finished;               /* nothing more will be dealt */
     bool broken;                 /* the last one resolved ends the run */
     bool collating;              /* a worker fills this lane's part of a batch */
+    int in_state;                /* blocks of a state that is being read with this lane */
     int64_t next_batch;          /* which it fills next */
     uint8_t *slab;               /* [num_pixels][height x width x channels] */
     uint8_t **free_pixels;
@@ -5440,11 +5449,13 @@ static bool mpti_loader_add_file(mpt_loader *ld, const char *path) {
 
 static void mpti_listing_found(const char *path, void *arg) {
     mpti_listing *l = (mpti_listing *)arg;
-    bool literal = strcmp(path, l->pattern) == 0;
-    bool globbed = strpbrk(l->pattern, "*?[") != NULL;
+    size_t n = strlen(l->pattern);
+    bool inside = !strncmp(path, l->pattern, n) && path[n] && /* of a folder that was named */
+                  (path[n] == '/' || (n > 0 && l->pattern[n - 1] == '/'));
+    bool taken = inside ? mpti_is_shard_name(path)
+                        : strcmp(path, l->pattern) == 0 || !mpti_ends_with(path, ".idx");
 
-    if (literal || (globbed && !mpti_ends_with(path, ".idx")) ||
-        (!globbed && mpti_is_shard_name(path))) {
+    if (taken) {
         l->found++;
         if (!mpti_loader_add_file(l->ld, path)) l->out_of_memory = true;
     } else {
@@ -5460,7 +5471,7 @@ static bool mpti_parse_shard_set(const char *pattern, int *base_length, int *num
 
     if (!at || at == pattern || at[1] < '1' || at[1] > '9') return false;
     n = strtol(at + 1, &end, 10);
-    if (*end || n > 99999999) return false;
+    if (*end || n >= MPTI_MAX_FILES) return false;
     *base_length = (int)(at - pattern);
     *num_shards = (int)n;
     return true;
@@ -5475,7 +5486,10 @@ static mpt_result mpti_loader_list_one(mpt_loader *ld, const char *pattern, mpt_
     memset(&l, 0, sizeof l);
     l.ld = ld;
     l.pattern = pattern;
-    if (mpti_parse_shard_set(pattern, &base, &n)) {
+    if (ld->desc.io->list || !mpti_parse_shard_set(pattern, &base, &n))
+        rc = mpti_io_list(ld->desc.io, pattern, err, mpti_listing_found, &l);
+    /* a file or folder of that very name comes first */
+    if (rc == MPT_OK && l.found + l.skipped == 0 && mpti_parse_shard_set(pattern, &base, &n)) {
         for (i = 0; i < n && !l.out_of_memory; i++) {
             int length = snprintf(name, sizeof name, "%.*s-%05d-of-%05d", base, pattern, i, n);
             if (length < 0 || (size_t)length >= sizeof name)
@@ -5484,8 +5498,6 @@ static mpt_result mpti_loader_list_one(mpt_loader *ld, const char *pattern, mpt_
             l.found++;
             l.out_of_memory = !mpti_loader_add_file(ld, name);
         }
-    } else {
-        rc = mpti_io_list(ld->desc.io, pattern, err, mpti_listing_found, &l);
     }
     if (rc) return rc;
     if (l.out_of_memory)
@@ -5616,7 +5628,7 @@ static mpt_result mpti_loader_index_file(mpt_loader *ld, int file, bool scan, mp
     if (rc < 0) return rc;
     ld->counts[file] = index ? index->num_records : -1;
     if (index && source > ld->num_records_source) ld->num_records_source = source;
-    if (index && mpti_loader_deals_records(ld)) ld->indexes[file] = index;
+    if (index && mpti_loader_deals_records(ld) && ld->desc.io->seek) ld->indexes[file] = index;
     else mpti_index_destroy(&ld->allocator, index);
     return MPT_OK;
 }
@@ -5657,7 +5669,8 @@ static void mpti_apply_shard_lengths(mpt_loader *ld, const char *split, const in
         const char *name = strrchr(ld->files[i], '/');
         name = name ? name + 1 : ld->files[i];
         if (mpti_parse_shard_name(ld->files[i], &prefix, &number, &total) && total == n &&
-            number < n && strstr(name, marker) && lengths[number] >= 0)
+            number < n && strstr(name, marker) && lengths[number] >= 0 &&
+            lengths[number] < MPTI_MAX_RECORDS)
             ld->counts[i] = lengths[number];
     }
 }
@@ -5794,34 +5807,52 @@ static void mpti_loader_guess_keys(mpt_bytes example, const char **image_key,
     if (!*label_key) *label_key = found[1].name.data ? names[1] : "label";
 }
 
+static mpt_result mpti_loader_first_record(mpt_loader *ld, int file, int64_t *record_bytes,
+                                           const char *keys[2], mpt_error *err) {
+    mpt_tfrecord_desc d = mpti_loader_file_desc(ld, file);
+    mpt_tfrecord *f = NULL;
+    mpti_record record;
+    mpt_result rc = mpti_tfrecord_open(&ld->allocator, &d, err, &f);
+
+    if (rc == MPT_OK && ld->desc.io == mpt_io_files() && f->file.size < 0)
+        rc = MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
+                       "%s: a pipe or device can't be read again for the next epoch: give files",
+                       mpti_path_tail(ld->files[file]));
+    if (rc == MPT_OK) rc = mpti_tfrecord_read(f, err, &record);
+    if (rc == MPT_OK) {
+        *record_bytes = (int64_t)record.payload.size + MPTI_FRAME_BYTES;
+        mpti_loader_guess_keys(record.payload, &keys[0], &keys[1]);
+    }
+    mpt_tfrecord_close(f);
+    return rc;
+}
+
 /* Looks at the first record of the first file that has a readable one. What is damaged comes up
    again when its turn comes; only storage that fails ends the search. */
 static mpt_result mpti_loader_find_schema(mpt_loader *ld, int64_t *record_bytes, mpt_error *err) {
-    const char *image_key = ld->desc.image_key, *label_key = ld->desc.label_key;
+    const char *keys[2];
+    bool damaged = false;
     mpt_result rc = MPT_END;
+    mpt_error error;
     int i;
 
+    keys[0] = ld->desc.image_key;
+    keys[1] = ld->desc.label_key;
     *record_bytes = 0;
     for (i = 0; i < ld->num_files && rc != MPT_OK; i++) {
-        mpt_tfrecord_desc d = mpti_loader_file_desc(ld, i);
-        mpt_tfrecord *f = NULL;
-        mpti_record record;
-
-        rc = mpti_tfrecord_open(&ld->allocator, &d, err, &f);
-        if (rc == MPT_OK) rc = mpti_tfrecord_read(f, err, &record);
-        if (rc == MPT_OK) {
-            *record_bytes = (int64_t)record.payload.size + MPTI_FRAME_BYTES;
-            mpti_loader_guess_keys(record.payload, &image_key, &label_key);
-        }
-        mpt_tfrecord_close(f);
+        rc = mpti_loader_first_record(ld, i, record_bytes, keys, &error);
+        if (rc < 0 && (rc != MPT_ERR_CORRUPT_DATA || !damaged)) *err = error;
         if (rc < 0 && rc != MPT_ERR_CORRUPT_DATA) return rc;
+        damaged |= rc == MPT_ERR_CORRUPT_DATA;
     }
-    if (rc == MPT_END)
+    if (rc != MPT_OK && damaged && ld->desc.on_bad_record == MPT_BAD_RECORD_FAIL)
+        return MPT_ERR_CORRUPT_DATA;
+    if (rc != MPT_OK && !damaged)
         return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
                          "no record in any of %d files (the first is %s): wrong path?",
                          ld->num_files, mpti_path_tail(ld->files[0]));
-    return mpti_loader_set_keys(ld, image_key ? image_key : "image/encoded",
-                                label_key ? label_key : "image/class/label", err);
+    return mpti_loader_set_keys(ld, keys[0] ? keys[0] : "image/encoded",
+                                keys[1] ? keys[1] : "image/class/label", err);
 }
 
 /* ---- dealing files or records to lanes ------------------------------------------------------- */
@@ -5832,23 +5863,22 @@ static int64_t mpti_share_begin(int64_t n, int64_t shares, int64_t i) {
     return n / shares * i + (i < rest ? i : rest);
 }
 
-static void mpti_lane_add_segment(mpti_lane *lane, int file, int64_t first, int64_t count,
-                                  uint64_t offset) {
-    mpti_segment *s = &lane->segments[lane->num_segments++];
+/* A whole file; the caller may narrow it. */
+static mpti_segment *mpti_lane_add_segment(mpti_lane *lane, int file) {
+    mpti_segment *segment = &lane->segments[lane->num_segments++];
 
-    s->file = file;
-    s->first = first;
-    s->count = count;
-    s->offset = offset;
-    s->stride = 1;
-    s->phase = 0;
+    memset(segment, 0, sizeof *segment);
+    segment->file = file;
+    segment->count = -1;
+    segment->stride = 1;
+    return segment;
 }
 
 static void mpti_loader_deal_files(const mpt_loader *ld, mpti_lane *lane, const int *order) {
     int i;
 
     for (i = lane->number; i < ld->num_files; i += ld->desc.num_lanes)
-        mpti_lane_add_segment(lane, order[i], 0, -1, 0);
+        mpti_lane_add_segment(lane, order[i]);
 }
 
 /* A lane's run out of the concatenation of all indexed files; of a file without an index
@@ -5862,21 +5892,23 @@ static void mpti_loader_deal_records(const mpt_loader *ld, mpti_lane *lane, cons
     begin = mpti_share_begin(total, lanes, lane->number);
     end = mpti_share_begin(total, lanes, lane->number + 1);
     for (i = 0; i < ld->num_files; i++) {
-        int file = order[i];
-        int64_t first = begin > at ? begin - at : 0, last;
-        if (!ld->desc.array_images && !ld->indexes[file]) {
-            mpti_lane_add_segment(lane, file, 0, -1, 0);
-            lane->segments[lane->num_segments - 1].stride = lanes;
-            lane->segments[lane->num_segments - 1].phase = (lane->number + lanes - i % lanes) %
-                                                           lanes;
+        const mpt_tfrecord_index *index = ld->indexes[order[i]];
+        int64_t count = ld->counts[order[i]], first = begin > at ? begin - at : 0, last;
+        mpti_segment *segment;
+        if (!ld->desc.array_images && !index) {
+            segment = mpti_lane_add_segment(lane, order[i]);
+            segment->stride = lanes;
+            segment->phase = (lane->number + lanes - i % lanes) % lanes;
             continue;
         }
-        last = end - at < ld->counts[file] ? end - at : ld->counts[file];
-        if (first < last)
-            mpti_lane_add_segment(lane, file, first, last - first,
-                                  ld->desc.array_images ? (uint64_t)first
-                                                        : ld->indexes[file]->offsets[first]);
-        at += ld->counts[file];
+        last = end - at < count ? end - at : count;
+        at += count;
+        if (first >= last) continue;
+        segment = mpti_lane_add_segment(lane, order[i]);
+        segment->first = first;
+        segment->count = last - first;
+        segment->offset = index ? index->offsets[first] : (uint64_t)first;
+        segment->end = index ? index->offsets[last] : (uint64_t)last;
     }
 }
 
@@ -5898,7 +5930,13 @@ static int64_t mpti_loader_longest_lane(const mpt_loader *ld, const int *order) 
 static int64_t mpti_loader_count_steps(const mpt_loader *ld, const int *order) {
     int64_t longest = mpti_loader_longest_lane(ld, order), batch = ld->desc.batch_size;
 
-    if (ld->num_records_source == MPT_COUNT_EPOCH) return ld->steps_per_epoch; /* measured */
+    int64_t sum;
+
+    /* measured, unless the longest lane is another one in each epoch */
+    if (ld->num_records_source == MPT_COUNT_EPOCH &&
+        (ld->desc.num_lanes == 1 || mpti_loader_deals_records(ld) ||
+         !mpti_loader_sum_counts(ld, &sum)))
+        return ld->steps_per_epoch;
     return ld->desc.last_batch == MPT_LAST_BATCH_DROP ? longest / batch
                                                       : (longest + batch - 1) / batch;
 }
@@ -5971,8 +6009,13 @@ static void mpti_stream_reset(const mpt_allocator *a, mpti_stream *s) {
 static void mpti_stream_begin(mpti_lane *lane, mpti_stream *s, int segment) {
     s->segment = segment;
     s->read_next = s->take_next = lane->segments[segment].first;
-    s->take_offset = lane->segments[segment].offset;
+    s->read_offset = s->take_offset = lane->segments[segment].offset;
     s->ended = false;
+}
+
+/* Compressed files, and storage that can't seek, are read from the front. */
+static bool mpti_loader_seeks(const mpt_loader *ld, const mpt_tfrecord *reader) {
+    return ld->desc.io->seek && mpt_tfrecord_compression(reader) == MPT_COMPRESSION_NONE;
 }
 
 static mpt_result mpti_stream_open(mpt_loader *ld, const mpti_segment *segment, mpti_stream *s,
@@ -5983,9 +6026,9 @@ static mpt_result mpti_stream_open(mpt_loader *ld, const mpti_segment *segment, 
     int64_t skipped = 0;
 
     if (rc || s->read_next == 0) return rc;
-    if (mpt_tfrecord_compression(s->reader) == MPT_COMPRESSION_NONE)
-        return mpti_tfrecord_seek(s->reader, err, s->read_next, s->take_offset);
-    while (rc == MPT_OK && skipped < s->read_next) { /* a compressed file is read from its start */
+    if (mpti_loader_seeks(ld, s->reader))
+        return mpti_tfrecord_seek(s->reader, err, s->read_next, s->read_offset);
+    while (rc == MPT_OK && skipped < s->read_next) { /* otherwise it is read from its start */
         rc = mpti_tfrecord_read(s->reader, err, &record);
         if (rc == MPT_OK || mpti_tfrecord_can_resume(s->reader)) {
             skipped++;
@@ -5995,39 +6038,61 @@ static mpt_result mpti_stream_open(mpt_loader *ld, const mpti_segment *segment, 
     return rc;
 }
 
+/* The next record of the file, whichever lane it belongs to. *resume: after a failure, the one
+   behind it can be read. */
+static mpt_result mpti_stream_advance(mpt_loader *ld, const mpti_segment *segment, mpti_stream *s,
+                                      mpti_item *item, mpti_record *record, mpt_error *err,
+                                      bool *resume) {
+    mpt_result rc = MPT_OK;
+
+    *resume = false;
+    item->record = s->read_next;
+    item->offset = s->read_offset;
+    if (!s->reader) rc = mpti_stream_open(ld, segment, s, err);
+    if (rc == MPT_OK) {
+        rc = mpti_tfrecord_read(s->reader, err, record);
+        if (rc == MPT_END) return MPT_END;
+        *resume = mpti_tfrecord_can_resume(s->reader);
+        item->offset = mpt_tfrecord_tell(s->reader).offset;
+        item->end = item->offset + mpt_tfrecord_tell(s->reader).size + MPTI_FRAME_BYTES;
+        s->read_offset = item->end;
+    }
+    s->read_next++;
+    return rc;
+}
+
 /* Reads one item of a segment. MPT_OK: there is one, perhaps bad; MPT_END: the segment is read. */
 static mpt_result mpti_stream_read(mpt_loader *ld, const mpti_segment *segment, mpti_stream *s,
                                    mpti_item *item) {
+    bool skip_file = ld->desc.on_bad_record == MPT_BAD_RECORD_SKIP_FILE;
+    bool resume = false, ours = true;
+    const char *path = mpti_path_tail(ld->files[segment->file]);
     mpti_record record;
     mpt_error error;
-    mpt_result rc = MPT_OK;
-    bool resume = false, ours = true;
+    mpt_result rc;
 
     memset(item, 0, sizeof *item);
     item->file = segment->file;
     do {
-        if (segment->count >= 0 && s->read_next >= segment->first + segment->count) return MPT_END;
-        item->record = s->read_next;
-        if (!s->reader) {
-            item->offset = s->take_offset;
-            rc = mpti_stream_open(ld, segment, s, &error);
+        if (segment->count >= 0 && s->read_next >= segment->first + segment->count) {
+            if (s->read_offset == segment->end) return MPT_END;
+            item->record = s->read_next;
+            item->offset = s->read_offset;
+            rc = MPTI_FAIL(&error, MPT_ERR_CORRUPT_DATA,
+                           "%s: record %lld is not where its index has it: make the index anew",
+                           path, (long long)s->read_next);
+            break;
         }
-        if (rc == MPT_OK) {
-            rc = mpti_tfrecord_read(s->reader, &error, &record);
-            resume = mpti_tfrecord_can_resume(s->reader);
-            item->offset = mpt_tfrecord_tell(s->reader).offset;
-            item->end = item->offset + mpt_tfrecord_tell(s->reader).size + MPTI_FRAME_BYTES;
-        }
+        rc = mpti_stream_advance(ld, segment, s, item, &record, &error, &resume);
         if (rc == MPT_END && segment->count < 0) return MPT_END;
         if (rc == MPT_END)
-            rc =
-                MPTI_FAIL(&error, MPT_ERR_CORRUPT_DATA,
-                          "%s: ends before record %lld, which its index has: has the file changed?",
-                          mpti_path_tail(ld->files[segment->file]), (long long)s->read_next);
-        s->read_next++;
+            rc = MPTI_FAIL(&error, MPT_ERR_CORRUPT_DATA,
+                           "%s: ends before record %lld, which its index has: has it changed?",
+                           path, (long long)s->read_next);
         ours = item->record % segment->stride == segment->phase;
+        /* what is wrong with a record is told by the lane that owns it, but ends all */
+        if (rc == MPT_ERR_CORRUPT_DATA && !ours && (!resume || skip_file)) return MPT_END;
     } while ((rc == MPT_OK || resume) && !ours);
-    if (rc == MPT_ERR_CORRUPT_DATA && !ours) return MPT_END; /* the lane that owns it tells */
     if (rc == MPT_OK) {
         item->payload = record.payload;
         item->block = record.block;
@@ -6035,7 +6100,7 @@ static mpt_result mpti_stream_read(mpt_loader *ld, const mpti_segment *segment, 
         return MPT_OK;
     }
     if (!mpti_item_fail(&ld->allocator, item, &error, false)) return MPT_ERR_OUT_OF_MEMORY;
-    item->bad->rest_of_file = !resume || ld->desc.on_bad_record == MPT_BAD_RECORD_SKIP_FILE;
+    item->bad->rest_of_file = !resume || skip_file;
     return MPT_OK;
 }
 
@@ -6263,7 +6328,7 @@ static mpt_result mpti_label_check(const mpt_loader *ld, int64_t stored, int32_t
                                    mpt_error *err) {
     int64_t classes = ld->desc.num_classes, offset = ld->label_offset;
 
-    if (stored >= offset && stored - offset < classes) {
+    if (stored >= offset && (uint64_t)stored - (uint64_t)offset < (uint64_t)classes) {
         *label = (int32_t)(stored - offset);
         return MPT_OK;
     }
@@ -6273,7 +6338,7 @@ static mpt_result mpti_label_check(const mpt_loader *ld, int64_t stored, int32_t
             "label 0, but labels of %s were taken to run from 1: set label_offset to 0 "
                          "and label_offset_is_set",
             ld->label_key);
-    if (stored - classes == 0 && offset == 0)
+    if (stored == classes && offset == 0)
         return MPTI_FAIL(
             err, MPT_ERR_INVALID_ARGUMENT,
             "label %lld with %lld classes (0 .. %lld): if labels run from 1 set label_offset to 1",
@@ -7292,8 +7357,10 @@ static void mpti_archive_bool(mpti_archive *a, bool *v) {
 }
 
 static void mpti_archive_item(const mpt_loader *ld, mpti_archive *a, mpti_item *item) {
+    if (!a->out) memset(item, 0, sizeof *item); /* its place may hold what was there before */
     mpti_archive_int(a, &item->file, 0, ld->num_files - 1);
-    mpti_archive_i64(a, &item->record, 0, ld->desc.array_images ? ld->counts[0] - 1 : INT64_MAX);
+    mpti_archive_i64(a, &item->record, 0,
+                     (ld->desc.array_images ? ld->counts[0] : MPTI_MAX_RECORDS) - 1);
     mpti_archive_u64(a, &item->offset);
     mpti_archive_u64(a, &item->end);
 }
@@ -7306,12 +7373,12 @@ static void mpti_archive_stream(mpti_archive *a, mpti_lane *lane, mpti_stream *s
 
     mpti_archive_int(a, &segment, -1, lane->num_segments - 1);
     mpti_archive_bool(a, &ended);
-    mpti_archive_i64(a, &next, 0, INT64_MAX);
+    mpti_archive_i64(a, &next, 0, MPTI_MAX_RECORDS);
     mpti_archive_u64(a, &offset);
     if (a->out || a->bad || segment < 0) return;
     mpti_stream_begin(lane, s, segment);
     s->read_next = s->take_next = next;
-    s->take_offset = offset;
+    s->read_offset = s->take_offset = offset;
     s->ended = ended;
 }
 
@@ -7396,9 +7463,9 @@ static mpt_result mpti_archive_position(const mpt_loader *ld, mpti_archive *a, m
                              fields[i].name, (unsigned long long)value,
                              (unsigned long long)fields[i].value);
     }
-    mpti_archive_i64(a, &p->epoch, 0, INT64_MAX);
-    mpti_archive_i64(a, &p->index, 0, INT64_MAX);
-    mpti_archive_i64(a, &p->num_bad, 0, INT64_MAX);
+    mpti_archive_i64(a, &p->epoch, 0, MPTI_MAX_RECORDS);
+    mpti_archive_i64(a, &p->index, 0, MPTI_MAX_RECORDS);
+    mpti_archive_i64(a, &p->num_bad, 0, MPTI_MAX_RECORDS);
     mpti_archive_int(a, &p->first_lane, 0, ld->desc.num_lanes - 1);
     mpti_archive_int(a, &p->num_lanes, 1, ld->desc.num_lanes - p->first_lane);
     return a->bad ? MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "the loader's state is damaged") : MPT_OK;
@@ -7474,6 +7541,7 @@ static mpt_result mpti_state_walk(mpt_loader *ld, mpt_bytes state, bool apply,
     mpti_position p;
     mpti_archive a;
 
+    for (i = 0; i < ld->num_lanes; i++) ld->lanes[i].in_state = 0;
     do {
         mpt_result rc = mpti_state_open(ld, rest, &a, &p, err);
         if (rc) return rc;
@@ -7487,7 +7555,12 @@ static mpt_result mpti_state_walk(mpt_loader *ld, mpt_bytes state, bool apply,
             int64_t size = 0;
             mpti_archive_i64(&lane, &size, 0, a.end - a.p - 8);
             a.p = lane.end = lane.p + size;
-            found += i >= 0 && i < ld->num_lanes;
+            if (i >= 0 && i < ld->num_lanes) {
+                if (ld->lanes[i].in_state++)
+                    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                                     "the saved position has lane %d twice", ld->lanes[i].number);
+                found++;
+            }
             if (apply && i >= 0 && i < ld->num_lanes) mpti_archive_lane(ld, &lane, &ld->lanes[i]);
             if (lane.bad)
                 return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "the loader's state is damaged");
@@ -7509,17 +7582,17 @@ static int mpti_compare_items(const void *a, const void *b) {
 
 /* Reads the record that an item names; s is open on its file or fresh. */
 static mpt_result mpti_fetch_item(mpt_loader *ld, mpti_stream *s, mpti_item *item, mpt_error *err) {
-    mpti_segment segment = {item->file, 0, -1, 0, 1, 0};
+    mpti_segment segment = {item->file, 0, -1, 0, 0, 1, 0};
     mpti_item got;
     mpti_block *own;
     mpt_result rc = MPT_OK;
 
-    if (s->reader && mpt_tfrecord_compression(s->reader) == MPT_COMPRESSION_NONE) {
+    if (s->reader && mpti_loader_seeks(ld, s->reader)) {
         rc = mpti_tfrecord_seek(s->reader, err, item->record, item->offset);
         s->read_next = item->record;
     } else if (!s->reader) {
         s->read_next = item->record;
-        s->take_offset = item->offset;
+        s->read_offset = item->offset;
     }
     if (rc) return rc;
     rc = mpti_stream_read(ld, &segment, s, &got);
@@ -7565,7 +7638,7 @@ static mpt_result mpti_lane_fetch(mpt_loader *ld, mpti_lane *lane, mpt_error *er
     for (i = 0; i < n && rc == MPT_OK; i++) {
         if (i > 0 && list[i]->file != list[i - 1]->file) mpti_stream_reset(&ld->allocator, &s);
         if (ld->desc.array_images) {
-            mpti_segment all = {0, 0, ld->counts[0], 0, 1, 0};
+            mpti_segment all = {0, 0, ld->counts[0], 0, 0, 1, 0};
             s.read_next = list[i]->record;
             rc = mpti_array_read(ld, &all, &s, list[i]);
         } else {

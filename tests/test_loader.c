@@ -1818,6 +1818,267 @@ MPT_TEST(desc_errors_name_the_field) {
     mpt_ctx_destroy(ctx);
 }
 
+/* ---- what a hostile reader found ----------------------------------------------------------------
+   Each was a bug once. */
+
+#ifdef MPTRAIN_ZLIB
+/* A plain file, damaged at one byte, then compressed: the framing inside is whole. */
+static void write_damaged_gzip(mpt_ctx *ctx, const char *path, int n, int bad_record) {
+    size_t size;
+    uint8_t *bytes;
+    gzFile gz;
+    write_shard(ctx, path, 0, n, MPT_COMPRESSION_NONE);
+    bytes = mpt_test_read_file(path, &size);
+    bytes[size / (size_t)n * (size_t)bad_record + 14] ^= 1; /* in the payload */
+    gz = gzopen(path, "wb");
+    CHECK(gz && gzwrite(gz, bytes, (unsigned)size) == (int)size && gzclose(gz) == Z_OK);
+    free(bytes);
+}
+
+MPT_TEST(a_bad_record_of_another_lane_shifts_nothing) {
+    static trace t;
+    static bad_log log;
+    mpt_ctx *ctx = new_ctx();
+    const char *path = mpt_test_tmpfile("shift.gz");
+    mpt_loader_desc d = raw_desc(&path, 1);
+    int lanes, policy, i;
+    write_damaged_gzip(ctx, path, 40, 10);
+    d.bad_record = note_bad;
+    d.bad_record_user = &log;
+    for (lanes = 1; lanes <= 4; lanes++)
+        for (policy = MPT_BAD_RECORD_SKIP; policy <= MPT_BAD_RECORD_SKIP_FILE; policy++) {
+            memset(&log, 0, sizeof log);
+            d.num_lanes = lanes;
+            d.on_bad_record = (mpt_on_bad_record)policy;
+            run_epochs(&d, 1, &t);
+            CHECK_EQ_INT(log.n, 1);
+            CHECK_EQ_INT(log.record[0], 10);
+            CHECK_EQ_INT(t.records, policy == MPT_BAD_RECORD_SKIP ? 39 : 10);
+            for (i = 0; i < t.n; i++) CHECK(t.ids[i] != 10);
+        }
+    mpt_ctx_destroy(ctx);
+}
+#endif
+
+MPT_TEST(a_state_whose_records_are_gone_fails_cleanly) {
+    mpt_ctx *ctx = new_ctx();
+    const char *path = mpt_test_tmpfile("gone.tfrecord");
+    mpt_loader_desc d = raw_desc(&path, 1);
+    mpt_loader *ld = NULL;
+    mpt_bytes state;
+    mpt_batch b;
+    uint8_t *kept;
+    int i;
+    write_shard(ctx, path, 0, 1000, MPT_COMPRESSION_NONE);
+    d.shuffle_buffer = 200;
+    CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld));
+    CHECK_OK(ctx, mpt_loader_next(ld, &b));
+    CHECK_OK(ctx, mpt_loader_get_state(ld, &state));
+    kept = (uint8_t *)malloc(state.size);
+    memcpy(kept, state.data, state.size);
+    state.data = kept;
+    for (i = 0; i < 60; i++) CHECK_OK(ctx, mpt_loader_next(ld, &b));
+    CHECK(truncate(path, 2000) == 0);
+    CHECK_RESULT(ctx, mpt_loader_set_state(ld, state), MPT_ERR_CORRUPT_DATA);
+    CHECK_RESULT(ctx, mpt_loader_next(ld, &b), MPT_ERR_CORRUPT_DATA);
+    mpt_loader_destroy(ld);
+    free(kept);
+    mpt_ctx_destroy(ctx);
+}
+
+MPT_TEST(a_lane_may_stand_in_a_state_once_only) {
+    static const int counts[2] = {60, 60};
+    mpt_ctx *ctx = new_ctx();
+    const char *folder = new_folder("twice");
+    mpt_loader_desc d = raw_desc(&folder, 1);
+    mpt_loader *ld = NULL;
+    mpt_bytes state, twice;
+    uint8_t *bytes;
+    mpt_batch b;
+    write_set(ctx, folder, counts, 2, MPT_COMPRESSION_NONE);
+    d.num_lanes = d.world_size = 2;
+    CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld));
+    CHECK_OK(ctx, mpt_loader_next(ld, &b));
+    CHECK_OK(ctx, mpt_loader_get_state(ld, &state));
+    bytes = (uint8_t *)malloc(2 * state.size);
+    memcpy(bytes, state.data, state.size);
+    memcpy(bytes + state.size, state.data, state.size);
+    twice.data = bytes;
+    twice.size = 2 * state.size;
+    mpt_loader_destroy(ld);
+    d.world_size = 1;
+    CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld));
+    CHECK_RESULT(ctx, mpt_loader_set_state(ld, twice), MPT_ERR_INVALID_ARGUMENT);
+    CHECK_CONTAINS(mpt_last_error(ctx)->message, "lane 0 twice");
+    mpt_loader_destroy(ld);
+    free(bytes);
+    mpt_ctx_destroy(ctx);
+}
+
+MPT_TEST(O10_labels_at_the_ends_of_int64) {
+    static const int64_t highest[1] = {INT64_MAX}, lowest[1] = {INT64_MIN};
+    mpt_ctx *ctx = new_ctx();
+    const char *path = mpt_test_tmpfile("ends.tfrecord");
+    mpt_loader_desc d = raw_desc(&path, 1);
+    write_labels(ctx, path, "image", "label", highest, 1);
+    d.label_offset = -1;
+    error_of(ctx, &d, MPT_ERR_INVALID_ARGUMENT);
+    d.label_offset = INT_MIN;
+    error_of(ctx, &d, MPT_ERR_INVALID_ARGUMENT);
+    write_labels(ctx, path, "image", "label", lowest, 1);
+    error_of(ctx, &d, MPT_ERR_INVALID_ARGUMENT);
+    d.label_offset = INT_MAX;
+    error_of(ctx, &d, MPT_ERR_INVALID_ARGUMENT);
+    mpt_ctx_destroy(ctx);
+}
+
+MPT_TEST(an_index_that_joins_records_is_found_out) {
+    mpt_ctx *ctx = new_ctx();
+    const char *path = mpt_test_tmpfile("joined.tfrecord");
+    mpt_loader_desc d = raw_desc(&path, 1);
+    char idx[1300], text[4000];
+    size_t size, used = 0;
+    int i;
+    write_shard(ctx, path, 0, 40, MPT_COMPRESSION_NONE);
+    free(mpt_test_read_file(path, &size));
+    size /= 40;
+    for (i = 0; i < 40; i++) { /* records 10 and 11 stand as one */
+        int joined = i == 10;
+        used += (size_t)snprintf(text + used, sizeof text - used, "%zu %zu\n", (size_t)i * size,
+                                 joined ? 2 * size : size);
+        i += joined;
+    }
+    snprintf(idx, sizeof idx, "%s.idx", path);
+    mpt_test_write_file(idx, text, used);
+    d.num_lanes = 2;
+    CHECK_CONTAINS(error_of(ctx, &d, MPT_ERR_CORRUPT_DATA), "make the index anew");
+    mpt_ctx_destroy(ctx);
+}
+
+MPT_TEST(storage_without_seek_serves_lanes_and_restore) {
+    static const int counts[2] = {700, 800};
+    static trace t;
+    shaky s;
+    mpt_ctx *ctx = new_ctx();
+    const char *folder = new_folder("noseek");
+    mpt_loader_desc d = raw_desc(&folder, 1);
+    write_set(ctx, folder, counts, 2, MPT_COMPRESSION_NONE);
+    shaky_init(&s);
+    s.io.seek = NULL;
+    d.io = &s.io;
+    d.batch_size = 100;
+    d.num_lanes = 2;
+    run_epochs(&d, 1, &t);
+    check_each(&t, 1500, 1);
+    check_restore(&d, 7);
+    mpt_ctx_destroy(ctx);
+}
+
+MPT_TEST(a_file_that_became_shorter_is_damaged_data) {
+    static bad_log log;
+    mpt_ctx *ctx = new_ctx();
+    const char *path = mpt_test_tmpfile("shorter.tfrecord");
+    mpt_loader_desc d = raw_desc(&path, 1);
+    mpt_loader *ld = NULL;
+    mpt_batch b;
+    mpt_result rc = MPT_OK;
+    size_t size;
+    int epoch;
+    write_shard(ctx, path, 0, 3000, MPT_COMPRESSION_NONE);
+    memset(&log, 0, sizeof log);
+    d.num_lanes = 2;
+    d.on_bad_record = MPT_BAD_RECORD_SKIP;
+    d.bad_record = note_bad;
+    d.bad_record_user = &log;
+    CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld));
+    free(mpt_test_read_file(path, &size));
+    CHECK(truncate(path, (off_t)(size / 4)) == 0);
+    for (epoch = 0; epoch < 2; epoch++) {
+        while ((rc = mpt_loader_next(ld, &b)) == MPT_OK) continue;
+        CHECK_RESULT(ctx, rc, MPT_END);
+    }
+    CHECK(log.n >= 2 && log.n <= 4); /* each lane once an epoch, but for what was read ahead */
+    CHECK(strstr(log.cause[log.n - 1], "changed") || strstr(log.cause[log.n - 1], "cut"));
+    mpt_loader_destroy(ld);
+    mpt_ctx_destroy(ctx);
+}
+
+MPT_TEST(steps_of_each_epoch_are_told_before_it) {
+    static int counts[40];
+    mpt_ctx *ctx = new_ctx();
+    const char *folder = new_folder("steps");
+    mpt_loader_desc d = raw_desc(&folder, 1);
+    mpt_loader *ld = NULL;
+    mpt_batch b;
+    int i, epoch;
+    for (i = 0; i < 40; i++) counts[i] = 1 + i * 7 % 31;
+    write_set(ctx, folder, counts, 40, MPT_COMPRESSION_NONE);
+    d.num_lanes = 2;
+    CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld));
+    for (epoch = 0; epoch < 4; epoch++) {
+        int64_t promised = mpt_loader_get_info(ld).steps_per_epoch, steps = 0;
+        while (mpt_loader_next(ld, &b) == MPT_OK) steps++;
+        CHECK_EQ_INT(steps, promised);
+    }
+    mpt_loader_destroy(ld);
+    mpt_ctx_destroy(ctx);
+}
+
+MPT_TEST(hostile_dataset_info_is_passed_over) {
+    static const char *const texts[] = {
+        "{\"splits\":[{\"name\":\"train\",\"shardLengths\":[\"9223372036854775790\","
+        "\"9223372036854775790\"]}]}",
+        "{\"splits\":[{\"name\":\"train\",\"shardLengths\":[\"-1\",\"30\"]}]}",
+        "{\"splits\":[{\"name\":\"train\",\"shardLengths\":[30",
+        "[]",
+        "\x00\xff",
+        "{\"splits\":7}"};
+    mpt_ctx *ctx = new_ctx();
+    const char *folder = new_folder("info");
+    mpt_loader_desc d = raw_desc(&folder, 1);
+    mpt_loader *ld = NULL;
+    char path[1300];
+    size_t i;
+    for (i = 0; i < 2; i++) {
+        snprintf(path, sizeof path, "%s/x-train.tfrecord-%05d-of-00002", folder, (int)i);
+        write_shard(ctx, path, (int)i * 30, 30, MPT_COMPRESSION_NONE);
+    }
+    for (i = 0; i < sizeof texts / sizeof texts[0]; i++) {
+        mpt_test_write_file(mpt_test_join(folder, "dataset_info.json"), texts[i], strlen(texts[i]));
+        CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld));
+        CHECK_EQ_INT(mpt_loader_get_info(ld).num_records, 60);
+        CHECK_EQ_INT(mpt_loader_get_info(ld).num_records_source, MPT_COUNT_HEADERS);
+        mpt_loader_destroy(ld);
+    }
+    mpt_ctx_destroy(ctx);
+}
+
+MPT_TEST(names_with_signs_in_them) {
+    static trace t;
+    mpt_ctx *ctx = new_ctx();
+    char folder[1300], path[1500];
+    const char *name = path;
+    mpt_loader_desc d = raw_desc(&name, 1);
+    snprintf(folder, sizeof folder, "%s", new_folder("run@2"));
+    snprintf(path, sizeof path, "%s/f.tfrecord@3", folder);
+    write_shard(ctx, path, 0, 12, MPT_COMPRESSION_NONE);
+    run_epochs(&d, 1, &t); /* the file of that very name */
+    check_each(&t, 12, 1);
+    name = folder;
+    run_epochs(&d, 1, &t); /* the folder of that very name */
+    check_each(&t, 12, 1);
+    snprintf(folder, sizeof folder, "%s", new_folder("data[1]*"));
+    snprintf(path, sizeof path, "%s/x.tfrecord", folder);
+    write_shard(ctx, path, 0, 12, MPT_COMPRESSION_NONE);
+    snprintf(path, sizeof path, "%s/dataset_info.json", folder);
+    mpt_test_write_file(path, "{}", 2);
+    run_epochs(&d, 1, &t); /* a folder, whatever its name looks like */
+    check_each(&t, 12, 1);
+    name = "nothing@99999999"; /* refused at once, not after a list of so many names */
+    CHECK_CONTAINS(error_of(ctx, &d, MPT_ERR_IO), "no such file");
+    mpt_ctx_destroy(ctx);
+}
+
 MPT_TEST(O28_memory_follows_the_shuffle_buffer_and_not_the_file) {
     static uint8_t payload[100 * 1024];
     mpt_ctx *ctx;
@@ -1905,6 +2166,18 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(crop_flip_moves_inside_a_black_frame),
     MPT_TEST_CASE(fixtures_of_both_schemas_decode),
     MPT_TEST_CASE(desc_errors_name_the_field),
+#ifdef MPTRAIN_ZLIB
+    MPT_TEST_CASE(a_bad_record_of_another_lane_shifts_nothing),
+#endif
+    MPT_TEST_CASE(a_state_whose_records_are_gone_fails_cleanly),
+    MPT_TEST_CASE(a_lane_may_stand_in_a_state_once_only),
+    MPT_TEST_CASE(O10_labels_at_the_ends_of_int64),
+    MPT_TEST_CASE(an_index_that_joins_records_is_found_out),
+    MPT_TEST_CASE(storage_without_seek_serves_lanes_and_restore),
+    MPT_TEST_CASE(a_file_that_became_shorter_is_damaged_data),
+    MPT_TEST_CASE(steps_of_each_epoch_are_told_before_it),
+    MPT_TEST_CASE(hostile_dataset_info_is_passed_over),
+    MPT_TEST_CASE(names_with_signs_in_them),
 };
 
 int main(int argc, char **argv) {

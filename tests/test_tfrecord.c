@@ -1228,7 +1228,7 @@ MPT_TEST(seek_delivers_the_record_and_clears_the_failure) {
     CHECK_OK(ctx, mpt_tfrecord_next(f, &record));
     CHECK_OK(ctx, mpt_tfrecord_seek(f, NUM_SOME, some_ends[NUM_SOME]));
     CHECK_RESULT(ctx, mpt_tfrecord_next(f, &record), MPT_END);
-    CHECK_RESULT(ctx, mpt_tfrecord_seek(f, 9, some_ends[NUM_SOME] + 1), MPT_ERR_INVALID_ARGUMENT);
+    CHECK_RESULT(ctx, mpt_tfrecord_seek(f, 9, some_ends[NUM_SOME] + 1), MPT_ERR_CORRUPT_DATA);
     CHECK_RESULT(ctx, mpt_tfrecord_seek(f, -1, 0), MPT_ERR_INVALID_ARGUMENT);
     mpt_tfrecord_close(f);
     io.seek = NULL;
@@ -1735,6 +1735,49 @@ MPT_TEST(unreadable_directories_are_errors) {
     CHECK_EQ_INT(status, 0);
 }
 
+/* Back and forth: what a block held before a jump is not what lies before the place jumped to. */
+MPT_TEST(seeks_in_any_order_deliver_the_right_record) {
+    mpt_ctx *ctx = NULL;
+    const char *path = mpt_test_tmpfile("jumps.tfrecord");
+    mpt_tfrecord_writer_desc wd;
+    mpt_tfrecord_writer *w = NULL;
+    mpt_tfrecord_desc d;
+    mpt_tfrecord *f = NULL;
+    mpt_bytes record;
+    uint8_t payload[81];
+    uint32_t seed = 1;
+    int i, k;
+    CHECK_OK(NULL, mpt_ctx_create(NULL, &ctx));
+    memset(&wd, 0, sizeof wd);
+    memset(&d, 0, sizeof d);
+    wd.path = d.path = path;
+    CHECK_OK(ctx, mpt_tfrecord_writer_open(ctx, &wd, &w));
+    memset(payload, 0, sizeof payload);
+    record.data = payload;
+    record.size = sizeof payload;
+    for (i = 0; i < 20000; i++) {
+        memcpy(payload, &i, sizeof i);
+        CHECK_OK(ctx, mpt_tfrecord_writer_write(w, record));
+    }
+    CHECK_OK(ctx, mpt_tfrecord_writer_finish(w));
+    mpt_tfrecord_writer_close(w);
+    CHECK_OK(ctx, mpt_tfrecord_open(ctx, &d, &f));
+    for (i = 0; i < 5000; i++) {
+        int at;
+        seed = seed * 1664525u + 1013904223u;
+        at = (int)(seed >> 8) % 20000;
+        for (k = 0; k < 3 && at >= 0; k++, at -= 1 + (int)(seed >> 28)) { /* and a few back */
+            int got;
+            CHECK_OK(ctx, mpt_tfrecord_seek(f, at, (uint64_t)at * (sizeof payload + 16)));
+            CHECK_OK(ctx, mpt_tfrecord_next(f, &record));
+            memcpy(&got, record.data, sizeof got);
+            CHECK_EQ_INT(got, at);
+        }
+    }
+    mpt_tfrecord_close(f);
+    mpt_ctx_destroy(ctx);
+}
+
 static const mpt_test_case tests[] = {
     MPT_TEST_CASE(o05_crc32c_known_values_at_each_alignment_and_path),
     MPT_TEST_CASE(crc32c_paths_agree_at_any_length_and_alignment),
@@ -1759,6 +1802,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(policies_for_damaged_records),
     MPT_TEST_CASE(records_beyond_the_limit_are_passed_over),
     MPT_TEST_CASE(seek_delivers_the_record_and_clears_the_failure),
+    MPT_TEST_CASE(seeks_in_any_order_deliver_the_right_record),
     MPT_TEST_CASE(growing_files_and_pipes),
     MPT_TEST_CASE(every_allocation_fails),
     MPT_TEST_CASE(next_can_be_called_again_after_lack_of_memory),
