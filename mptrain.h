@@ -2885,7 +2885,9 @@ static mpt_result mpti_tfrecord_seek(mpt_tfrecord *f, mpt_error *err, int64_t re
         return MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
                          "%s: a file compressed with %s can't be sought in",
                          mpti_path_tail(f->path), mpti_compression_name(f->compression));
-    if (record < 0 || (f->file.size >= 0 && offset > (uint64_t)f->file.size))
+    if (record < 0)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_tfrecord_seek: record is negative");
+    if (f->file.size >= 0 && offset > (uint64_t)f->file.size)
         return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
                          "%s: no record %lld at offset %llu: the file has %lld bytes: has it "
                          "changed since its index was made?",
