@@ -2,7 +2,7 @@
 # Runs the tests and counts them. The last line is "N passed, N failed, N skipped"; the exit status
 # is 0 only when nothing failed.
 #
-#   tests/run.sh quick              programs, test binaries, compile matrix, style checks
+#   tests/run.sh quick              programs, test binaries, compile matrix, style, documents
 #   tests/run.sh asan|ubsan|tsan    the programs and test binaries, built with that sanitizer
 #   tests/run.sh quick asan tsan    several of them, counted together
 #   tests/run.sh sanitizer-compiler asan   prints the compiler that `asan` would use
@@ -122,7 +122,9 @@ run_mode() {
         part "$out/$test" "$BUILD/tests/$test" &
     done
     wait
-    [ "$1" != quick ] || part "$out/compile" tests/compile/matrix.sh
+    [ "$1" = quick ] || return
+    part "$out/docs" tests/docs.sh
+    part "$out/compile" tests/compile/matrix.sh
 }
 
 # The sanitized build is for finding faults while running: warnings are the other builds' matter.

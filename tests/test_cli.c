@@ -136,7 +136,9 @@ MPT_TEST(wrong_values_are_named) {
         {"--num-epochs 99999999999999999999", "is no whole number"},
         {"--num-epochs", "--num-epochs needs a value: N"},
         {"--num-epoch 3", "did you mean --num-epochs?"},
-        {"--memory K", "'K' is no whole number"},
+        {"--nam 3", "did you mean --name?"},
+        {"--xx 3", "unknown option --xx (see --help)"}, /* lr is two letters away: all of it */
+        {"--memory K", "--memory: 'K' is no whole number of at least 0 (K, M, G, T may follow)\n"},
         {"--memory 9000000T", "'9000000T'"},
         {"--memory -1", "'-1'"},
         {"--lr nan", "'nan' is no number from 0 to 10"},
@@ -213,6 +215,17 @@ MPT_TEST(messages_stay_one_line) {
     CHECK_EQ_INT(cli_error("demo", 5, "%s", "a\nb\x1b[2Jc\xc3\xa9"), 5);
     restore(stderr, kept, "err", text, sizeof text);
     CHECK_EQ_STR(text, "demo: a?b?[2Jc\xc3\xa9\n");
+}
+
+MPT_TEST(one_is_singular) {
+    char text[24];
+
+    CHECK_EQ_STR(cli_human_bytes(0, text), "0 bytes");
+    CHECK_EQ_STR(cli_human_bytes(1, text), "1 byte");
+    CHECK_EQ_STR(cli_human_bytes(11, text), "11 bytes");
+    CHECK_EQ_STR(cli_human_bytes(1000, text), "1.0 KB");
+    CHECK_EQ_STR(cli_plural(1, "s"), "");
+    CHECK_EQ_STR(cli_plural(0, "es"), "es");
 }
 
 MPT_TEST(progress_line) {
@@ -340,6 +353,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(the_environment_stands_behind_the_line),
     MPT_TEST_CASE(help_wins_and_fits_the_screen),
     MPT_TEST_CASE(messages_stay_one_line),
+    MPT_TEST_CASE(one_is_singular),
     MPT_TEST_CASE(progress_line),
     MPT_TEST_CASE(colour_only_where_it_is_wanted),
     MPT_TEST_CASE(json_strings),

@@ -654,10 +654,10 @@ MPT_TEST(a_state_that_cannot_be_written_changes_nothing) {
         CHECK_OK(ctx, mpt_loader_create(ctx, &d, &ld));
         CHECK_OK(ctx, mpt_loader_next(ld, &b));
         trace_batch(&t, &b);
-        pthread_mutex_lock(&ld->lock); /* while no worker allocates: the failure is get_state's */
+        mpti_mutex_lock(&ld->lock); /* while no worker allocates: the failure is get_state's */
         mpti_loader_pause(ld);
         memory.fail_at = memory.num_allocs + n;
-        pthread_mutex_unlock(&ld->lock);
+        mpti_mutex_unlock(&ld->lock);
         failed = mpt_loader_get_state(ld, &state) != MPT_OK;
         memory.fail_at = 0;
         CHECK(failed || n > 1);

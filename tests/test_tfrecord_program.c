@@ -27,7 +27,8 @@ static void fresh_directory(void) {
     CHECK(mkdir(work_file(""), 0700) == 0);
 }
 
-/* Runs a line of shell in the working directory, where $T is the program; gives its exit code. */
+/* Runs a line of shell in the working directory, where $T is the program and $B is bench, which
+   stands beside it; gives its exit code. */
 __attribute__((format(printf, 1, 2))) static int run(const char *format, ...) {
     char line[3000], command[4200], program[1024];
     size_t size;
@@ -39,8 +40,9 @@ __attribute__((format(printf, 1, 2))) static int run(const char *format, ...) {
     va_end(args);
     CHECK(realpath(mpt_test_program("tfrecord"), program) != NULL);
     snprintf(command, sizeof command,
-             "T='%s'; cd '%s' || exit 99; { %s\n} >../out 2>../err </dev/null", program,
-             work_file(""), line);
+             "T='%s'; B=${T%%tfrecord}bench; cd '%s' || exit 99; { %s\n} >../out 2>../err "
+             "</dev/null",
+             program, work_file(""), line);
     status = system(command);
     free(run_out);
     free(run_err);
@@ -219,14 +221,17 @@ MPT_TEST(wrong_usage_is_one_line_and_exit_2) {
     static const char *const lines[][2] = {
         {"$T", "needs a command"},
         {"$T vrify x", "did you mean verify?"},
-        {"$T frobnicate", "unknown command 'frobnicate'"},
+        {"$T frobnicate", "unknown command 'frobnicate' (see --help)\n"},
+        {"$T zzz", "unknown command 'zzz' (see --help)\n"}, /* cat: no letter is right */
+        {"$T ct", "did you mean cat?"},
         {"$T cat", "needs FILE..."},
         {"$T cat --limt 3 x", "unknown option --limt: did you mean --limit?"},
         {"$T cat -q x", "unknown option -q"},
         {"$T cat x --limit", "--limit needs a value"},
         {"$T cat --limit --index 3 x", "--limit needs a value"},
         {"$T cat --limit 1x x", "'1x' is no whole number"},
-        {"$T cat --limit=-1 x", "'-1' is no whole number"},
+        {"$T cat --limit=-1 x", "--limit: '-1' is no whole number of at least 0\n"},
+        {"$T count --max-record-bytes 0 x", "'0' is no whole number of at least 1 (K, M, G, T"},
         {"$T cat --index 9223372036854775808 x", "is no whole number"},
         {"$T head --limit '' x", "'' is no whole number"},
         {"$T verify --threads 0 x", "from 1 to 1024"},
@@ -379,7 +384,7 @@ MPT_TEST(cat_limit_and_index) {
     CHECK_RUNS("$T cat --index 0 f");
     CHECK_EQ_INT(count_of(run_out, '\n'), 1);
     CHECK_RUNS("$T head --limit 2 f");
-    CHECK_CONTAINS(run_out, "f: record 1 at offset 16, 1 bytes");
+    CHECK_CONTAINS(run_out, "f: record 1 at offset 16, 1 byte\n");
 }
 
 /* ---- damaged files --------------------------------------------------------------------------- */
@@ -459,10 +464,155 @@ MPT_TEST(directories_patterns_and_missing_files) {
     CHECK_EQ_INT(count_of(run_out, '\n'), 3);
     CHECK_FAILS(1, "missing", "$T cat missing a@2");
     CHECK_EQ_INT(count_of(run_out, '\n'), 7);
-    CHECK_FAILS(1, "missing", "$T count missing");
+    CHECK_FAILS(1, "missing: can't open it: no such file", "$T count missing");
+    CHECK_FAILS(1, "missing: can't open it: no such file", "$T from-csv missing d@1");
     CHECK_EQ_INT(run("$T count a@3"), 1);
     CHECK_CONTAINS(run_err, "a-00002-of-00003");
     CHECK_EQ_INT(count_of(run_err, '\n'), 3);
+}
+
+/* What can't be opened or read may be sound: only the data make a file damaged. */
+MPT_TEST(unreadable_is_not_damaged) {
+    fresh_directory();
+    write_simple_records("good", 2);
+    write_simple_records("large", 9);
+    CHECK_FAILS(1, "missing: can't open it: no such file", "$T verify missing good");
+    CHECK_EQ_STR(run_out, "missing: 0 records, UNREADABLE\ngood: 2 records, 33 bytes, ok\n");
+    CHECK_FAILS(1, "good/x: can't open it", "$T verify good/x good");
+    CHECK_CONTAINS(run_out, "good/x: 0 records, UNREADABLE\n");
+    CHECK_FAILS(1, "max_record_bytes (5)", "$T verify large --max-record-bytes 5");
+    CHECK_EQ_STR(run_out, "large: 6 records, 180 bytes, UNREADABLE\n");
+    CHECK_RUNS("head -c 150 large >cut"); /* too large, and not there either */
+    CHECK_FAILS(1, "the file is cut", "$T verify cut --max-record-bytes 6");
+    CHECK_EQ_STR(run_out, "cut: 7 records, 150 bytes, DAMAGED\n");
+#ifndef MPTRAIN_ZLIB
+    CHECK_FAILS(1, "gzip", "gzip good; $T verify good.gz");
+    CHECK_CONTAINS(run_out, ", UNREADABLE\n");
+#endif
+}
+
+/* Every command that reads records, and the writers behind them. */
+MPT_TEST(the_record_limit_is_an_option) {
+    static const char *const lines[] = {"cat f",       "head -n 99 f", "count f",
+                                        "verify f",    "stats f",      "index f",
+                                        "split f s@2", "merge f m",    "recompress f r -c none"};
+    size_t i;
+
+    fresh_directory();
+    for (i = 0; i < sizeof lines / sizeof lines[0]; i++) {
+        write_simple_records("f", 9);
+        CHECK_FAILS(1, "8 bytes are more than max_record_bytes (7)", "$T %s --max-record-bytes 7",
+                    lines[i]);
+        CHECK_EQ_STR(listing(), "f ");
+        CHECK_RUNS("$T %s --max-record-bytes=8", lines[i]);
+        CHECK_EQ_STR(run_err, "");
+        fresh_directory();
+    }
+}
+
+/* A pipe can be read once, and its size is not known before. */
+MPT_TEST(pipes_are_read_once) {
+    fresh_directory();
+    write_simple_records("f", 9);
+    CHECK_RUNS("cat f | $T count /dev/stdin");
+    CHECK_EQ_STR(run_out, "9 /dev/stdin\n");
+    CHECK_RUNS("mkfifo p; cat f >p & $T cat --index 8 p; wait");
+    CHECK_CONTAINS(run_out, "\"record\":8,");
+    CHECK_RUNS("cat f | $T verify /dev/stdin");
+    CHECK_EQ_STR(run_out, "/dev/stdin: 9 records, 180 bytes, ok\n");
+    CHECK_RUNS(": | $T verify /dev/stdin");
+    CHECK_EQ_STR(run_out, "/dev/stdin: 0 records, 0 bytes, ok\n");
+    CHECK_EQ_INT(run("head -c 150 f | $T verify /dev/stdin"), 1);
+    CHECK_EQ_STR(run_out, "/dev/stdin: 7 records, DAMAGED\n");
+    CHECK_RUNS("cat f | $T stats /dev/stdin");
+    CHECK_CONTAINS(run_out, "1 plain, 0 gzip, 0 zlib; 1 of unknown size\nrecords    9,");
+    CHECK_EQ_INT(run("cat f | $T split /dev/stdin s@2"), 1);
+    CHECK_CONTAINS(run_err, "/dev/stdin: is no regular file; split reads it twice");
+    CHECK_EQ_INT(run("cat f | $T index /dev/stdin"), 1);
+    CHECK_CONTAINS(run_err, "/dev/stdin: is no regular file");
+    CHECK_RUNS("cat f | $T merge /dev/stdin m && cmp f m");
+    need_zlib();
+    CHECK_RUNS("gzip -c f | $T count /dev/stdin");
+    CHECK_EQ_STR(run_out, "9 /dev/stdin\n");
+    CHECK_RUNS("gzip -c f | $T verify /dev/stdin");
+    CHECK_EQ_STR(run_out, "/dev/stdin: 9 records, gzip, ok\n");
+}
+
+MPT_TEST(a_dash_is_no_stream) {
+    static const char *const lines[] = {"cat -",
+                                        "head -",
+                                        "count -",
+                                        "verify -",
+                                        "stats -",
+                                        "index -",
+                                        "merge f - m",
+                                        "recompress - r "
+                                        "-c none",
+                                        "split - s@2",
+                                        "from-idx - x d@1",
+                                        "from-csv - d@1"};
+    size_t i;
+
+    fresh_directory();
+    write_simple_records("f", 2);
+    for (i = 0; i < sizeof lines / sizeof lines[0]; i++)
+        CHECK_FAILS(1, "-: standard input is not read by that name; use /dev/stdin\n", "$T %s",
+                    lines[i]);
+    CHECK_FAILS(1, "-: standard output is not written by that name", "$T merge f -");
+    CHECK_EQ_STR(listing(), "f ");
+    CHECK_RUNS("cp f ./- && $T count ./-");
+}
+
+/* Our own commands put indexes and lists of classes beside the records. */
+MPT_TEST(companions_of_record_files_are_left_out) {
+    fresh_directory();
+    CHECK_RUNS("mkdir d");
+    write_simple_records("d/f", 9);
+    write_records("d/empty", NULL, 0);
+    write_text("d/f-classes.txt", "cat\ndog\n");
+    CHECK_RUNS("$T index d/f d/empty >/dev/null && $T verify d/*");
+    CHECK_EQ_STR(run_out, "d/empty: 0 records, 0 bytes, ok\nd/f: 9 records, 180 bytes, ok\n");
+    CHECK_CONTAINS(run_err, "d/f.idx: a record index, not a TFRecord file: left out\n");
+    CHECK_CONTAINS(run_err, "d/empty.idx: a record index, not a TFRecord file: left out\n");
+    CHECK_CONTAINS(run_err, "d/f-classes.txt: class names, not a TFRecord file: left out\n");
+    CHECK_RUNS("$T count 'd/*' && $T stats d/* && $T merge d/* m && $T count m");
+    CHECK_CONTAINS(run_out, "9 m\n");
+    CHECK_RUNS("$T index d/* && ls d");
+    CHECK(!strstr(run_out, "idx.idx"));
+    CHECK_EQ_INT(run("$T merge d/f.idx n"), 1);
+    CHECK_CONTAINS(run_err, "no TFRecord file to read");
+    CHECK_RUNS("mv d/f d/g.idx && $T count d/g.idx"); /* the name alone is no reason */
+    CHECK_EQ_STR(run_out, "9 d/g.idx\n");
+    CHECK_FAILS(1, "d/f.idx",
+                "$T verify d/f.idx d/x.idx >/dev/null 2>&1; printf zz >d/f.idx; "
+                "$T verify d/f.idx"); /* what is no index is checked */
+}
+
+MPT_TEST(stats_names_a_feature_that_is_not_there) {
+    mpt_example *e = NULL;
+    mpt_ctx *ctx = NULL;
+    int64_t value = 3;
+    mpt_bytes payload;
+
+    fresh_directory();
+    CHECK_OK(NULL, mpt_ctx_create(NULL, &ctx));
+    CHECK_OK(ctx, mpt_example_create(ctx, &e));
+    CHECK_OK(ctx, mpt_example_add_int64s(e, "number", &value, 1));
+    CHECK_OK(ctx, mpt_example_add_int64s(e, "none", &value, 0));
+    CHECK_OK(ctx, mpt_example_encode(e, &payload));
+    write_records("f", &payload, 1);
+    mpt_example_destroy(e);
+    mpt_ctx_destroy(ctx);
+    CHECK_RUNS("$T stats f --label-key nope --image-key neither");
+    CHECK_CONTAINS(run_out, "labels     no record has the feature nope\n");
+    CHECK_CONTAINS(run_out, "pictures   no record has the feature neither\n");
+    CHECK_RUNS("$T stats f --label-key none --image-key number");
+    CHECK_CONTAINS(run_out, "labels     the feature none holds no value\n");
+    CHECK_CONTAINS(run_out, "pictures   the feature number holds no bytes\n");
+    CHECK_RUNS("$T stats f --label-key number --json");
+    CHECK_CONTAINS(run_out, "\"label_records\":1,\"labels\":{\"3\":1}");
+    CHECK_RUNS("$T stats f"); /* nothing was asked for */
+    CHECK(!strstr(run_out, "labels") && !strstr(run_out, "pictures"));
 }
 
 /* ---- index ----------------------------------------------------------------------------------- */
@@ -513,7 +663,9 @@ MPT_TEST(round_trip_through_every_command) {
     CHECK_CONTAINS(run_out, "0 plain, 1 gzip, 0 zlib");
     CHECK_CONTAINS(run_out, "labels     image/class/label: 3 different, 1..3\n");
     write_simple_records("one", 1);
-    CHECK_FAILS(1, "one: 1 records can't fill 2 shards", "$T split one v@2");
+    CHECK_FAILS(1, "one: 1 record can't fill 2 shards", "$T split one v@2");
+    CHECK_RUNS("$T index one && $T merge one m && $T split one v@1");
+    CHECK_EQ_STR(run_out, "one.idx: 1 record\nm: 1 record\nv@1: 1 record\n");
 }
 
 MPT_TEST(from_idx_keeps_every_pixel) {
@@ -601,7 +753,7 @@ MPT_TEST(schemas_and_their_label_offsets) {
     CHECK_FAILS(1, "names: holds 2 names, but there is a label 2",
                 "printf 'x\\ny\\n' >names; $T from-idx images labels c@1 --classes names");
     CHECK_RUNS("printf 'w\\nx\\ny\\nz\\n' >names; $T from-idx images labels c@1 --classes names");
-    CHECK_CONTAINS(run_err, "warning: 1 of 4 classes have no picture; the first is 'z'");
+    CHECK_CONTAINS(run_err, "warning: 1 of 4 classes has no picture; the first is 'z'");
 }
 
 MPT_TEST(damaged_idx_files_leave_nothing_behind) {
@@ -706,14 +858,27 @@ MPT_TEST(from_folder_takes_classes_in_order) {
                           " \"image/encoded\" bytes BMP 7x2x3, 102 bytes"
                           " \"image/class/label\" int64 3 \"image/filename\" bytes \"z.bmp\"");
     CHECK_RUNS("mkdir in/fox; $T from-folder in e@1");
-    CHECK_CONTAINS(run_err, "1 of 4 classes have no picture; the first is 'fox'");
+    CHECK_CONTAINS(run_err, "1 of 4 classes has no picture; the first is 'fox'");
+    CHECK_CONTAINS(run_err, "warning: 1 file in no class's directory left out; the first is "
+                            "in/README");
     CHECK_FAILS(1, "holds no pictures", "mkdir none; $T from-folder none f@1");
-    CHECK_FAILS(1, "absent: can't open", "$T from-folder absent f@1");
-    CHECK_FAILS(1, "5 pictures can't fill 6 shards", "$T from-folder in f@6");
+    CHECK_FAILS(1, "absent: can't open the directory: no such file", "$T from-folder absent f@1");
+    CHECK_RUNS("mkdir single && mv in/dog single; $T from-folder single g@1");
+    CHECK_EQ_STR(run_out, "g@1: 2 records, 1 class\n");
+    CHECK_RUNS("mv single/dog in");
+    CHECK_FAILS(1, "5 pictures can't fill 6 shards", "rm in/README; $T from-folder in f@6");
 }
 
 MPT_TEST(from_folder_bad_pictures_fail_or_are_named) {
     write_folder();
+    write_text("in/dog/notes.txt", "not a picture, whatever its name");
+    CHECK_EQ_INT(run("$T from-folder in d@2"), 1);
+    CHECK_CONTAINS(run_err, "in/dog/notes.txt: ");
+    CHECK_CONTAINS(run_err, "(--skip-bad-records N ");
+    CHECK_RUNS("rm in/dog/notes.txt && mkfifo in/dog/pipe"); /* opening it would wait for ever */
+    CHECK_EQ_INT(run("$T from-folder in d@2"), 1);
+    CHECK_CONTAINS(run_err, "in/dog/pipe: is no regular file");
+    CHECK_RUNS("rm in/dog/pipe in/README");
     write_text("in/dog/bad1.jpg", "no picture");
     write_text("in/emu/bad2.png", "");
     CHECK_FAILS(1, "in/dog/bad1.jpg: ", "$T from-folder in d@2 -j 1");
@@ -752,6 +917,8 @@ MPT_TEST(from_csv_forms) {
         {"a.bmp,0\r\nb.bmp,1", 2, "0\n1\n"},
         {"path,label\na.bmp,dog\nb.bmp,cat\n", 2, "cat\ndog\n"},
         {"\xef\xbb\xbfLabel,x,Image\ndog,1,a.bmp\n\ncat,2,b.bmp\n", 2, "cat\ndog\n"},
+        {"filename,category\na.bmp,dog\nb.bmp,cat\n", 2, "cat\ndog\n"},
+        {",image,CLASS,label\n0,a.bmp,dog,1\n1,b.bmp,cat,0\n", 2, "cat\ndog\n"}, /* the first */
         {"\"with, comma.bmp\",\"big, dog\"\n\"with \"\"quote\"\".bmp\",\"a \"\"cat\"\"\"\n", 2,
          "a \"cat\"\nbig, dog\n"},
     };
@@ -780,17 +947,28 @@ MPT_TEST(from_csv_errors_name_the_line) {
     static const struct {
         const char *text, *error;
     } cases[] = {
-        {"a.bmp,0\nb.bmp\n", "line 2: 1 columns where 2 are expected (path,label)"},
+        {"a.bmp,0\nb.bmp\n", "line 2: 1 column where 2 are expected (path,label)"},
         {"a.bmp,0\n\n\nb.bmp,1,2\n", "line 4: 3 columns"},
         {"label,path,x\n0,a.bmp\n", "line 2: 2 columns where 3 are expected"},
         {"a.bmp,0\n\"b.bmp,1\n", "line 2: the quote that begins here has no end"},
         {"a.bmp,0\n\"b\"x.bmp,1\n", "line 2: text behind a closing quote"},
         {"a.bmp,0\nb\"x.bmp,1\n", "line 2: a quote inside a field"},
-        {"\"two\nlines\",0\nb.bmp\n", "line 3: 1 columns"},
+        {"\"two\nlines\",0\nb.bmp\n", "line 3: 1 column where"},
         {"a.bmp,\n", "line 1: the label is empty"},
         {",1\n", "line 1: the path is empty"},
-        {"a.bmp,0\nb.bmp,dog\n", "line 2: the label 'dog' is a name, but the first label, '0'"},
-        {"a.bmp,dog\nb.bmp,0\n", "line 2: the label '0' is a number"},
+        {"a.bmp,0\nb.bmp,dog\n",
+         "line 2: the label 'dog' is a name, but '0' in line 1 is a number\n"},
+        {"a.bmp,dog\nb.bmp,0\n", "'dog' in line 1 is a name; is line 1 a header?"},
+        {"path,label\na.bmp,dog\nb.bmp,0\n", "'dog' in line 2 is a name\n"},
+        {"photo,kind\na.bmp,dog\n", "line 1: there is no file 'photo'"},
+        {"photo,kind\na.bmp,dog\n", "(path|file|filename|"},
+        {"photo,kind\na.bmp,dog\n", "(label|class|category|"},
+        {"photo,kind\na.bmp,dog\n", "say --no-header"},
+        {"filename,kind\na.bmp,0\n", "as a header it names no column of labels ("},
+        {"photo,class\na.bmp,0\n", "as a header it names no column of paths ("},
+        {",photo,kind\n0,a.bmp,dog\n", "line 1: there is no file ''"},
+        {"path;label\na.bmp;dog\n", "line 1: there is no file 'path;label'"},
+        {"absent.bmp,0\na.bmp,1\n", "in/absent.bmp: can't open it: no such file"},
         {"a.bmp,-1\n", "line 1: the label -1 is not from 0"},
         {"a.bmp,1000000\n", "line 1: the label 1000000"},
         {"a.bmp,0\nabsent.bmp,1\n", "in/absent.bmp: can't open it"},
@@ -804,6 +982,19 @@ MPT_TEST(from_csv_errors_name_the_line) {
         CHECK_FAILS(1, cases[i].error, "$T from-csv in/list.csv d@1");
         CHECK_EQ_STR(listing(), "in ");
     }
+    /* a header that is unknown is no bad record, nor a class */
+    write_csv("photo,kind\na.bmp,dog\nb.bmp,cat\n");
+    CHECK_FAILS(1, "line 1: there is no file 'photo'",
+                "$T from-csv in/list.csv d@1 --skip-bad-records 9");
+    CHECK_FAILS(1, "in/photo: can't open it: no such file",
+                "$T from-csv in/list.csv d@1 --no-header");
+    write_csv("path,label\na.bmp,0\n");
+    CHECK_FAILS(1, "'label' in line 1 is a name; is line 1 a header?",
+                "$T from-csv in/list.csv d@1 --no-header");
+    CHECK_RUNS("$T from-csv --help");
+    CHECK_CONTAINS(run_out, "--no-header");
+    CHECK_CONTAINS(run_out, "path|file|filename|");
+    CHECK_CONTAINS(run_out, "label|class|category|");
     write_csv("a.bmp,dog\nb.bmp,cow\n");
     CHECK_FAILS(1, "line 2: the class 'cow' is not in names",
                 "printf 'cat\\ndog\\n' >names; $T from-csv in/list.csv d@1 --classes names");
@@ -823,6 +1014,17 @@ MPT_TEST(output_that_goes_nowhere) {
     CHECK_FAILS(1, "can't write to standard output", "$T cat f f f f f f f f f f f f >/dev/full");
     CHECK_FAILS(1, "can't write to standard output", "$T verify $(yes f | head -n 400) >/dev/full");
     CHECK_FAILS(1, "can't write to standard output", "$T count $(yes f | head -n 2000) >/dev/full");
+    CHECK_FAILS(1, "can't write to standard output: no space left", "$T --help >/dev/full");
+    CHECK_FAILS(1, "can't write to standard output: no space left", "$T --version >/dev/full");
+    CHECK_FAILS(1, "can't write to standard output: no space left", "$T cat --help >/dev/full");
+    CHECK_FAILS(1, "can't write to standard output: no space left", "$T head f >/dev/full");
+    CHECK_FAILS(1, "can't write to standard output: no space left", "$T count f >/dev/full");
+    CHECK_FAILS(1, "can't write to standard output: no space left", "$T verify f >/dev/full");
+    CHECK_FAILS(1, "can't write to standard output: no space left", "$T stats f >/dev/full");
+    CHECK_FAILS(1, "can't write to standard output: no space left", "$T index f >/dev/full");
+    CHECK_FAILS(1, "can't write to standard output: no space left", "$T merge f m >/dev/full");
+    CHECK_FAILS(1, "can't write to standard output: no space left", "$T split f s@2 >/dev/full");
+    CHECK_RUNS("rm f.idx m s-*");
     /* a reader that has enough: quiet, and no signal (141 would be SIGPIPE's) */
     CHECK_EQ_INT(run("{ $T cat f f f f f f f f f f f f f f f f f f f f f f f f; echo $? >code; } |"
                      " head -n 1 >/dev/null; exit $(cat code)"),
@@ -832,6 +1034,23 @@ MPT_TEST(output_that_goes_nowhere) {
     CHECK_EQ_STR(run_out, "g: 120 records\n120 g\n");
     CHECK_RUNS("$T merge f f h >&- 2>&-; $T count h"); /* the file is none of 0, 1, 2 */
     CHECK_EQ_STR(run_out, "120 h\n");
+}
+
+/* bench shares its command line and its manners with tfrecord. */
+MPT_TEST(bench_reads_files_and_tells_of_lost_output) {
+    fresh_directory();
+    write_simple_records("f", 60);
+    CHECK_RUNS("$B records --rounds 1 f");
+    CHECK_CONTAINS(run_out, "read and check records");
+    CHECK_FAILS(1, "no space left", "$B records --rounds 1 f >/dev/full");
+    CHECK_FAILS(1, "no space left", "$B records --rounds 1 --json f >/dev/full");
+    CHECK_FAILS(1, "no space left", "$B --help >/dev/full");
+    CHECK_FAILS(1, "no space left", "$B --version >/dev/full");
+    CHECK_FAILS(1, "no space left", "$B crc --help >/dev/full");
+    CHECK_FAILS(1, "missing: can't open it: no such file", "$B records missing");
+    CHECK_FAILS(1, "-: standard input is not read by that name", "$B records -");
+    CHECK_FAILS(1, "/dev/null: is no regular file", "$B records /dev/null");
+    CHECK_FAILS(1, "max_record_bytes (50)", "$B records --rounds 1 --max-record-bytes 50 f");
 }
 
 MPT_TEST(a_full_disk_is_an_error_and_leaves_nothing) {
@@ -949,6 +1168,12 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(damage_is_named_after_what_came_before),
     MPT_TEST_CASE(verify_keeps_the_order_of_arguments),
     MPT_TEST_CASE(directories_patterns_and_missing_files),
+    MPT_TEST_CASE(unreadable_is_not_damaged),
+    MPT_TEST_CASE(the_record_limit_is_an_option),
+    MPT_TEST_CASE(pipes_are_read_once),
+    MPT_TEST_CASE(a_dash_is_no_stream),
+    MPT_TEST_CASE(companions_of_record_files_are_left_out),
+    MPT_TEST_CASE(stats_names_a_feature_that_is_not_there),
     MPT_TEST_CASE(index_in_dali_form),
     MPT_TEST_CASE(round_trip_through_every_command),
     MPT_TEST_CASE(from_idx_keeps_every_pixel),
@@ -961,6 +1186,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(from_csv_forms),
     MPT_TEST_CASE(from_csv_errors_name_the_line),
     MPT_TEST_CASE(output_that_goes_nowhere),
+    MPT_TEST_CASE(bench_reads_files_and_tells_of_lost_output),
     MPT_TEST_CASE(a_full_disk_is_an_error_and_leaves_nothing),
     MPT_TEST_CASE(a_signal_ends_in_good_order),
 #ifndef MPTRAIN_ZLIB
