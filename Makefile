@@ -93,8 +93,11 @@ install: all ## mptrain.h, mptrain.pc and the programs (as mptrain-NAME) under P
 	sed -e 's|@PREFIX@|$(PREFIX)|' -e 's|@VERSION@|$(VERSION)|' mptrain.pc.in \
 	    > $(DESTDIR)$(PREFIX)/lib/pkgconfig/mptrain.pc
 
-clean: ## remove build/
-	rm -rf build
+# A BUILD other than build/ must hold what we put there, so that a slip costs nobody a directory.
+clean: ## remove build/, or the BUILD that is given
+	@case '$(BUILD)' in build) ;; *) test ! -e '$(BUILD)' || test -e '$(BUILD)/flags' || { \
+	    echo "make: $(BUILD) is no build directory of ours: not removed" >&2; exit 1; } ;; esac
+	rm -rf -- '$(BUILD)'
 
 help: ## this list
 	@echo 'Targets:'

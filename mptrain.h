@@ -1028,6 +1028,11 @@ static uint32_t mpti_below(uint32_t random, uint32_t n) {
     return (uint32_t)((uint64_t)random * n >> 32);
 }
 
+/* A number in 0 .. 1 (24 bits, so that it is exact in any precision). */
+static double mpti_uniform(uint32_t random) {
+    return (double)(random >> 8) / 16777216.0;
+}
+
 /* ---- half precision -----------------------------------------------------------------------------
    IEEE 754 binary16: 1 sign, 5 exponent (bias 15), 10 mantissa bits. BF16: the upper half of an
    FP32. Both by integer arithmetic, so that no flag of the compiler and no mode of the processor
@@ -5115,6 +5120,34 @@ static mpt_result mpti_image_resample(const mpt_allocator *allocator, const mpt_
     return MPT_OK;
 }
 
+/* The largest box of the output's aspect in the middle of a picture. */
+static mpti_box mpti_center_box(int width, int height, int out_w, int out_h, double fraction) {
+    double scale_x = (double)width / out_w, scale_y = (double)height / out_h;
+    double scale = (scale_x < scale_y ? scale_x : scale_y) * fraction;
+    mpti_box box;
+
+    box.width = scale * out_w;
+    box.height = scale * out_h;
+    box.x = (width - box.width) / 2;
+    box.y = (height - box.height) / 2;
+    return box;
+}
+
+/* Moves a picture by (dx, dy) inside a black frame; flips on the way. in, out: (h, w, c) */
+static void mpti_shift_picture(const uint8_t *in, int h, int w, int c, int dx, int dy, bool flip,
+                               uint8_t *out) {
+    int y, x;
+
+    for (y = 0; y < h; y++)
+        for (x = 0; x < w; x++, out += c) {
+            int from_y = y + dy, from_x = (flip ? w - 1 - x : x) + dx;
+            if (from_y < 0 || from_y >= h || from_x < 0 || from_x >= w) memset(out, 0, (size_t)c);
+            else
+                memcpy(out, in + ((size_t)from_y * (size_t)w + (size_t)from_x) * (size_t)c,
+                       (size_t)c);
+        }
+}
+
 /* =================================================================================================
  * >>dataset   3.2 Data sets: which files, how many records, who reads which
  * =================================================================================================
@@ -6355,24 +6388,6 @@ static uint64_t mpti_sample_id(const mpti_item *item) {
     return (uint64_t)item->file << 40 | (uint64_t)item->record;
 }
 
-/* A number in 0 .. 1 (24 bits, so that it is exact in any precision). */
-static double mpti_uniform(uint32_t random) {
-    return (double)(random >> 8) / 16777216.0;
-}
-
-/* The largest box of the output's aspect in the middle of a picture. */
-static mpti_box mpti_center_box(int width, int height, int out_w, int out_h, double fraction) {
-    double scale_x = (double)width / out_w, scale_y = (double)height / out_h;
-    double scale = (scale_x < scale_y ? scale_x : scale_y) * fraction;
-    mpti_box box;
-
-    box.width = scale * out_w;
-    box.height = scale * out_h;
-    box.x = (width - box.width) / 2;
-    box.y = (height - box.height) / 2;
-    return box;
-}
-
 /* Inception's crop (Szegedy et al. 2015): 8..100 % of the area, aspect uniform in 3/4..4/3 as in
    TensorFlow's sample_distorted_bounding_box; what doesn't fit is drawn again, in the end the
    centre. */
@@ -6395,22 +6410,6 @@ static mpti_box mpti_random_box(const mpt_loader *ld, int width, int height, int
         return box;
     }
     return mpti_center_box(width, height, ld->desc.width, ld->desc.height, 1);
-}
-
-/* Moves a picture by (dx, dy) inside a black frame; flips on the way. in, out: (height, width,
-   channels) */
-static void mpti_shift_picture(const mpt_loader *ld, const uint8_t *in, int dx, int dy, bool flip,
-                               uint8_t *out) {
-    int h = ld->desc.height, w = ld->desc.width, c = ld->desc.channels, y, x;
-
-    for (y = 0; y < h; y++)
-        for (x = 0; x < w; x++, out += c) {
-            int from_y = y + dy, from_x = (flip ? w - 1 - x : x) + dx;
-            if (from_y < 0 || from_y >= h || from_x < 0 || from_x >= w) memset(out, 0, (size_t)c);
-            else
-                memcpy(out, in + ((size_t)from_y * (size_t)w + (size_t)from_x) * (size_t)c,
-                       (size_t)c);
-        }
 }
 
 /* Picture of any size -> pixels (height, width, channels), augmented by numbers that depend on
@@ -6439,7 +6438,7 @@ static mpt_result mpti_loader_fit(const mpt_loader *ld, const mpt_image *image, 
         int range = 2 * d->crop_padding + 1;
         int dx = (int)mpti_below(random[1], (uint32_t)range) - d->crop_padding;
         int dy = (int)mpti_below(random[2], (uint32_t)range) - d->crop_padding;
-        mpti_shift_picture(ld, whole, dx, dy, flip, pixels);
+        mpti_shift_picture(whole, d->height, d->width, d->channels, dx, dy, flip, pixels);
     }
     mpti_free(&ld->allocator, whole, ld->sample_bytes);
     return rc;

@@ -29,12 +29,12 @@ static int bench_usage(FILE *out) {
     for (i = 0; i < BENCH_NUM_KINDS; i++)
         fprintf(out, "  %-8s %s\n", bench_kinds[i].name, bench_kinds[i].about);
     fprintf(out, "\n`bench KIND --help` shows the options.\n");
-    return out == stdout ? CLI_EXIT_OK : CLI_EXIT_USAGE;
+    return out == stdout ? cli_finish("bench", CLI_EXIT_OK) : CLI_EXIT_USAGE;
 }
 
 static int bench_one(const bench_kind *kind, int argc, char **argv) {
     bench_options o;
-    cli_option options[5];
+    cli_option options[6];
     cli_command command;
     mpt_ctx_desc desc;
     mpt_ctx *ctx = NULL;
@@ -54,6 +54,10 @@ static int bench_one(const bench_kind *kind, int argc, char **argv) {
                            "size of a record that is written");
     options[4] = cli_default(cli_int("threads", 'j', &o.threads, 1, 1024, "N", "workers"),
                              "all cores");
+    o.max_record_bytes = (int64_t)1 << 30;
+    options[5] = cli_default(cli_bytes("max-record-bytes", 0, &o.max_record_bytes, 1, INT64_MAX,
+                                       "a larger record in FILE is an error"),
+                             "1G");
     snprintf(name, sizeof name, "bench %s", kind->name);
     snprintf(version, sizeof version, "bench (mptrain %s)", mpt_version());
     memset(&command, 0, sizeof command);
@@ -62,7 +66,7 @@ static int bench_one(const bench_kind *kind, int argc, char **argv) {
     command.about = kind->about;
     command.version = version;
     command.options = options;
-    command.num_options = 5;
+    command.num_options = 6;
     command.max_operands = -1;
     code = cli_parse(&command, argc, argv, &o.files);
     if (code != CLI_RUN) goto done;
@@ -70,7 +74,7 @@ static int bench_one(const bench_kind *kind, int argc, char **argv) {
     desc.num_threads = (int)o.threads;
     code = CLI_EXIT_FAILURE;
     if (mpt_ctx_create(&desc, &ctx)) cli_error("bench", code, "no memory");
-    else code = kind->run(ctx, &o);
+    else code = cli_finish("bench", kind->run(ctx, &o));
 done:
     mpt_ctx_destroy(ctx);
     cli_list_free(&o.files);
@@ -82,8 +86,10 @@ int main(int argc, char **argv) {
 
     if (argc >= 2 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h")))
         return bench_usage(stdout);
-    if (argc >= 2 && !strcmp(argv[1], "--version"))
-        return printf("bench (mptrain %s)\n", mpt_version()) < 0;
+    if (argc >= 2 && !strcmp(argv[1], "--version")) {
+        printf("bench (mptrain %s)\n", mpt_version());
+        return cli_finish("bench", CLI_EXIT_OK);
+    }
     for (i = 0; argc >= 2 && i < BENCH_NUM_KINDS; i++)
         if (!strcmp(argv[1], bench_kinds[i].name))
             return bench_one(&bench_kinds[i], argc - 1, argv + 1);

@@ -48,16 +48,21 @@ static int print_help(void) {
         printf("  %-12s %s\n", subcommands[i].name, subcommands[i].summary);
     printf("\n'tfrecord COMMAND --help' tells the options of a command.\n"
            "Exit codes: 0 done, 1 bad data or a failure, 2 wrong usage.\n");
-    return fflush(stdout) == 0 || errno == EPIPE ? CLI_EXIT_OK : CLI_EXIT_FAILURE;
+    return cli_finish("tfrecord", CLI_EXIT_OK);
+}
+
+static int print_version(void) {
+    puts(TOOL_VERSION);
+    return cli_finish("tfrecord", CLI_EXIT_OK);
 }
 
 static int unknown_command(const char *word) {
     const char *best = NULL;
-    int i, distance, least = 4;
+    int i, distance, least = 99;
 
     for (i = 0; i < NUM_SUBCOMMANDS; i++) {
         distance = cli_distance(word, subcommands[i].name);
-        if (distance >= least) continue;
+        if (distance >= least || !cli_is_close(word, subcommands[i].name, distance)) continue;
         least = distance;
         best = subcommands[i].name;
     }
@@ -72,7 +77,7 @@ int main(int argc, char **argv) {
     tool_ignore_write_signals();
     if (argc < 2) return cli_error("tfrecord", CLI_EXIT_USAGE, "needs a command (see --help)");
     if (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h")) return print_help();
-    if (!strcmp(argv[1], "--version")) return puts(TOOL_VERSION) < 0 || fflush(stdout) != 0;
+    if (!strcmp(argv[1], "--version")) return print_version();
     for (i = 0; i < NUM_SUBCOMMANDS; i++)
         if (!strcmp(argv[1], subcommands[i].name)) return subcommands[i].run(argc - 1, argv + 1);
     return unknown_command(argv[1]);

@@ -516,7 +516,7 @@ MPT_TEST(pipes_are_read_once) {
     write_simple_records("f", 9);
     CHECK_RUNS("cat f | $T count /dev/stdin");
     CHECK_EQ_STR(run_out, "9 /dev/stdin\n");
-    CHECK_RUNS("mkfifo p; cat f >p & $T cat --index 8 p; wait");
+    CHECK_RUNS("mkfifo p; timeout 60 sh -c 'cat f >p' & timeout 60 $T cat --index 8 p; wait");
     CHECK_CONTAINS(run_out, "\"record\":8,");
     CHECK_RUNS("cat f | $T verify /dev/stdin");
     CHECK_EQ_STR(run_out, "/dev/stdin: 9 records, 180 bytes, ok\n");
@@ -876,7 +876,7 @@ MPT_TEST(from_folder_bad_pictures_fail_or_are_named) {
     CHECK_CONTAINS(run_err, "in/dog/notes.txt: ");
     CHECK_CONTAINS(run_err, "(--skip-bad-records N ");
     CHECK_RUNS("rm in/dog/notes.txt && mkfifo in/dog/pipe"); /* opening it would wait for ever */
-    CHECK_EQ_INT(run("$T from-folder in d@2"), 1);
+    CHECK_EQ_INT(run("timeout 60 $T from-folder in d@2"), 1);
     CHECK_CONTAINS(run_err, "in/dog/pipe: is no regular file");
     CHECK_RUNS("rm in/dog/pipe in/README");
     write_text("in/dog/bad1.jpg", "no picture");

@@ -121,8 +121,14 @@ static int bench_files_make(mpt_ctx *ctx, const bench_options *o, bench_files *f
     f->paths = o->files.items;
     f->num_paths = o->files.count;
     for (i = 0; i < f->num_paths; i++) {
+        if (cli_refuse_dash("bench", f->paths[i])) return CLI_EXIT_FAILURE;
         if (stat(f->paths[i], &info))
-            return cli_error("bench", CLI_EXIT_FAILURE, "%s: no such file", f->paths[i]);
+            return cli_error("bench", CLI_EXIT_FAILURE, "%s: can't open it: %s", f->paths[i],
+                             cli_errno_text(errno));
+        if (!S_ISREG(info.st_mode))
+            return cli_error("bench", CLI_EXIT_FAILURE,
+                             "%s: is no regular file, which alone can be read again and again",
+                             f->paths[i]);
         f->bytes += (double)info.st_size;
     }
     if (f->num_paths > 0) return 0;
@@ -153,6 +159,7 @@ static int bench_files_make(mpt_ctx *ctx, const bench_options *o, bench_files *f
 typedef struct bench_reader {
     mpt_ctx *ctx;
     const bench_files *files;
+    int64_t max_record_bytes;
     int skip_crc;
     uint8_t *block;
     size_t block_bytes;
@@ -190,6 +197,7 @@ static int bench_records_run(void *user) {
         memset(&desc, 0, sizeof desc);
         desc.path = r->files->paths[i];
         desc.skip_crc = r->skip_crc;
+        desc.max_record_bytes = (uint64_t)r->max_record_bytes;
         rc = mpt_tfrecord_open(r->ctx, &desc, &f);
         while (rc == MPT_OK && (rc = mpt_tfrecord_next(f, &record)) == MPT_OK)
             r->sum += record.size;
@@ -209,7 +217,8 @@ static int bench_pread_run(void *user) {
         int64_t at = 0, n;
 
         if (fd < 0)
-            return cli_error("bench", CLI_EXIT_FAILURE, "%s: can't open it", r->files->paths[i]);
+            return cli_error("bench", CLI_EXIT_FAILURE, "%s: can't open it: %s", r->files->paths[i],
+                             cli_errno_text(errno));
         while ((n = (int64_t)pread(fd, r->block, r->block_bytes, (off_t)at)) > 0) {
             r->sum += mpt_crc32c(0, r->block, (size_t)n);
             at += n;
@@ -228,6 +237,7 @@ static int bench_records(mpt_ctx *ctx, const bench_options *o) {
     memset(&r, 0, sizeof r);
     r.ctx = ctx;
     r.files = &files;
+    r.max_record_bytes = o->max_record_bytes;
     /* the fastest of 64 KiB .. 1 MiB where this was written: it fits L2 */
     r.block_bytes = 256 * 1024;
     /* on a page: copies from the page cache to addresses like malloc's ran four times slower */
@@ -405,6 +415,7 @@ static mpt_result bench_open_loader(bench_pictures *p, mpt_loader **out) {
     d.num_classes = 1000;
     d.augment = MPT_AUGMENT_IMAGENET;
     d.num_workers = (int)p->options->threads;
+    d.max_record_bytes = (uint64_t)p->options->max_record_bytes;
     return mpt_loader_create(p->ctx, &d, out);
 }
 

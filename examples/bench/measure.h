@@ -17,7 +17,8 @@ typedef struct bench_options {
     int64_t megabytes;    /* of data to work on */
     int64_t record_bytes; /* payload of a record that bench writes */
     int64_t threads;
-    cli_list files; /* measured instead of files that bench writes */
+    int64_t max_record_bytes; /* of FILE */
+    cli_list files;           /* measured instead of files that bench writes */
 } bench_options;
 
 /* One thing that is measured: run() does `work` units and returns 0, or an exit code. */
@@ -67,7 +68,7 @@ CLI_FN void bench_print_text(const char *kind, const bench_case *c, const bench_
     printf("%-8s %-34s median %9.3f  best %9.3f %s/s", kind, c->name, c->median / scale,
            c->best / scale, bytes ? "GB" : c->unit);
     if (reference) printf("  %5.1f %% of %s", 100 * c->median / reference->median, c->limit_name);
-    printf("  (%.3g %s a round)\n", c->work, c->unit);
+    printf("  (%.3g %.*s a round)\n", c->work, (int)strlen(c->unit) - (c->work == 1), c->unit);
 }
 
 CLI_FN void bench_print_json(const char *kind, const bench_case *c, const bench_case *reference) {

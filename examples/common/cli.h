@@ -196,6 +196,39 @@ __attribute__((format(printf, 3, 4))) CLI_FN int cli_error(const char *name, int
     return code;
 }
 
+/* Why a call failed, from errno: in the words of mptrain.h, so that a missing file reads alike
+   whichever part meets it. */
+CLI_FN const char *cli_errno_text(int number) {
+    switch (number) {
+    case 0: return "no reason given";
+    case ENOENT: return "no such file";
+    case EACCES: return "permission denied";
+    case EISDIR: return "it is a directory";
+    case ENOTDIR: return "part of the path is not a directory";
+    case ENOSPC: return "no space left on the device";
+    default: return strerror(number);
+    }
+}
+
+/* The last act of a program: what it printed may still be in a buffer, and may not arrive. A reader
+   that has read enough is no error. Returns the exit code. */
+CLI_FN int cli_finish(const char *name, int code) {
+    bool lost = ferror(stdout) != 0;
+
+    errno = 0;
+    if (fflush(stdout) == 0 && !lost) return code;
+    if (errno == EPIPE) return code;
+    return cli_error(name, CLI_EXIT_FAILURE, "can't write to standard output%s%s",
+                     errno ? ": " : "", errno ? cli_errno_text(errno) : "");
+}
+
+/* "-" as the name of a file, after a message; here it means no stream, and `./-` is the file. */
+CLI_FN bool cli_refuse_dash(const char *name, const char *word) {
+    if (strcmp(word, "-") != 0) return false;
+    cli_error(name, 0, "-: standard input is not read by that name; use /dev/stdin");
+    return true;
+}
+
 /* ---- values ---------------------------------------------------------------------------------- */
 CLI_FN bool cli_int_from_text(const char *text, int64_t *out) { /* the whole text, decimal */
     const char *digits = text + (*text == '-' || *text == '+');
@@ -273,6 +306,18 @@ CLI_FN bool cli_bool_from_text(const char *text, bool *out) { /* for environment
     return i >= 0;
 }
 
+/* A largest number that the user can't mean is not worth its nineteen digits. */
+CLI_FN int cli_refuse_int(const cli_command *c, const cli_option *o, const char *where,
+                          const char *text) {
+    const char *more = o->kind == CLI_BYTES ? " (K, M, G, T may follow)" : "";
+
+    if (o->max == INT64_MAX)
+        return cli_error(c->name, CLI_EXIT_USAGE, "%s: '%s' is no whole number of at least %lld%s",
+                         where, text, (long long)o->min, more);
+    return cli_error(c->name, CLI_EXIT_USAGE, "%s: '%s' is no whole number from %lld to %lld%s",
+                     where, text, (long long)o->min, (long long)o->max, more);
+}
+
 /* Takes a value; CLI_RUN, or CLI_EXIT_USAGE after the message. `where` names the option or the
    environment variable. */
 CLI_FN int cli_set(const cli_command *c, const cli_option *o, const char *where, const char *text) {
@@ -287,12 +332,7 @@ CLI_FN int cli_set(const cli_command *c, const cli_option *o, const char *where,
     case CLI_INT:
     case CLI_BYTES:
         ok = o->kind == CLI_INT ? cli_int_from_text(text, &i) : cli_bytes_from_text(text, &i);
-        if (!ok || i < o->min || i > o->max) {
-            return cli_error(c->name, CLI_EXIT_USAGE,
-                             "%s: '%s' is no whole number from %lld to %lld%s", where, text,
-                             (long long)o->min, (long long)o->max,
-                             o->kind == CLI_BYTES ? " (K, M, G, T may follow)" : "");
-        }
+        if (!ok || i < o->min || i > o->max) return cli_refuse_int(c, o, where, text);
         *(int64_t *)o->value = i;
         return CLI_RUN;
     case CLI_DOUBLE:
@@ -414,13 +454,20 @@ CLI_FN int cli_distance(const char *a, const char *b) {
     return row[n];
 }
 
+/* A likely wish: at most three letters are wrong, and fewer than half of the longer word. */
+CLI_FN bool cli_is_close(const char *word, const char *name, int distance) {
+    size_t n = strlen(word), m = strlen(name);
+
+    return distance <= 3 && (size_t)distance * 2 < (n > m ? n : m);
+}
+
 CLI_FN int cli_unknown(const cli_command *c, const char *word) {
     const char *best = NULL;
-    int i, distance, least = 3;
+    int i, distance, least = 99;
 
-    for (i = 0; i < c->num_options; i++) {
-        distance = word[1] == '-' ? cli_distance(word + 2, c->options[i].name) : 99;
-        if (distance >= least) continue;
+    for (i = 0; word[1] == '-' && i < c->num_options; i++) {
+        distance = cli_distance(word + 2, c->options[i].name);
+        if (distance >= least || !cli_is_close(word + 2, c->options[i].name, distance)) continue;
         least = distance;
         best = c->options[i].name;
     }
@@ -457,8 +504,7 @@ CLI_FN int cli_scan_help(const cli_command *c, int argc, char **argv) {
         if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) cli_help(stdout, c);
         else if (!strcmp(argv[i], "--version")) printf("%s\n", c->version);
         else continue;
-        if (fflush(stdout) == 0 || errno == EPIPE) return CLI_EXIT_OK;
-        return cli_error(c->name, CLI_EXIT_FAILURE, "can't write to standard output");
+        return cli_finish(c->name, CLI_EXIT_OK);
     }
     return CLI_RUN;
 }
@@ -524,6 +570,11 @@ CLI_FN int cli_parse(const cli_command *c, int argc, char **argv, cli_list *oper
 }
 
 /* ---- numbers for people ---------------------------------------------------------------------- */
+/* The end of a counted word: "1 record", "2 records"; with "es": "1 class", "2 classes". */
+CLI_FN const char *cli_plural(int64_t n, const char *ending) {
+    return n == 1 ? "" : ending;
+}
+
 /* 140.2 MB: powers of 1000. Returns out. */
 CLI_FN const char *cli_human_bytes(double bytes, char out[24]) {
     static const char *const units[] = {"bytes", "KB", "MB", "GB", "TB", "PB"};
@@ -534,6 +585,7 @@ CLI_FN const char *cli_human_bytes(double bytes, char out[24]) {
         i++;
     }
     snprintf(out, 24, i ? "%.1f %s" : "%.0f %s", bytes, units[i]);
+    if (!strcmp(out, "1 bytes")) out[6] = 0;
     return out;
 }
 

@@ -7,7 +7,8 @@
 
 enum { SCHEMA_IMAGENET = 0, SCHEMA_TFDS };
 enum { BUILD_PREFIX = 256 << 10, BUILD_CHECK_CHUNK = 64, BUILD_MAX_CLASSES = 1000000 };
-enum { BUILD_MAX_FILE = 1 << 30 }; /* bytes of a picture; also the limit of a record */
+/* Bytes of a picture: the limit of a record, which holds a little more besides. */
+enum { BUILD_MAX_FILE = (1 << 30) - (1 << 20) };
 
 typedef struct sample {
     char *path; /* of the picture; NULL: picture `index` of dataset.pixels */
@@ -25,12 +26,16 @@ typedef struct dataset {
     /* options */
     int schema;
     bool no_shuffle;
-    int64_t seed, threads, max_bad;
+    int64_t seed, max_bad;
+    tool_settings settings;
+    bool no_header;                  /* from-csv only */
     const char *classes_file, *root; /* not every command has them */
 } dataset;
 
 static void dataset_init(dataset *d) {
     memset(d, 0, sizeof *d);
+    d->settings = tool_defaults();
+    d->settings.threads = 0;
 }
 
 static void dataset_free(dataset *d) {
@@ -71,7 +76,7 @@ static void dataset_options(dataset *d, cli_option options[DATASET_NUM_OPTIONS])
                             "tfds: image, label from 0, file_name");
     options[1] = cli_int("seed", 0, &d->seed, 0, INT64_MAX, "N", "of the order of records");
     options[2] = cli_flag("no-shuffle", 0, &d->no_shuffle, "keep the order of the source");
-    options[3] = tool_threads_option(&d->threads);
+    options[3] = tool_threads_option(&d->settings.threads);
     output_options(&d->out, options + 4);
 }
 
@@ -84,9 +89,14 @@ static bool classes_read(tool *t, const char *path, tool_strings *classes) {
     size_t n;
     bool ok;
 
+    if (tool_refuse_dash(t, path)) return false;
     memset(&text, 0, sizeof text);
     ok = tool_read_file(path, 64 << 20, &text, why);
-    if (!ok) tool_fail(t, "%s", why);
+    if (!ok) {
+        tool_fail(t, "%s", why);
+        tool_buffer_free(&text);
+        return false;
+    }
     p = (const char *)text.data;
     end = p + text.size;
     while (ok && p < end) {
@@ -112,8 +122,9 @@ static bool classes_of_numbers(tool *t, dataset *d) {
     if (d->classes_file) {
         if (!classes_read(t, d->classes_file, &d->classes)) return false;
         if (largest < d->classes.count) return true;
-        tool_fail(t, "%s: holds %lld names, but there is a label %lld (labels count from 0)",
-                  d->classes_file, (long long)d->classes.count, (long long)largest);
+        tool_fail(t, "%s: holds %lld name%s, but there is a label %lld (labels count from 0)",
+                  d->classes_file, (long long)d->classes.count, cli_plural(d->classes.count, "s"),
+                  (long long)largest);
         return false;
     }
     for (i = 0; i <= largest; i++) {
@@ -138,8 +149,9 @@ static void classes_warn_empty(tool *t, const dataset *d) {
     }
     free(counts);
     if (empty) {
-        cli_error(t->name, 0, "warning: %lld of %lld classes have no picture; the first is '%s'",
-                  (long long)empty, (long long)d->classes.count, d->classes.items[first]);
+        cli_error(t->name, 0, "warning: %lld of %lld classes %s no picture; the first is '%s'",
+                  (long long)empty, (long long)d->classes.count, empty == 1 ? "has" : "have",
+                  d->classes.items[first]);
     }
 }
 
@@ -154,11 +166,13 @@ typedef struct check_job {
 
 /* Enough of the file for its header; the whole file if that was not enough. */
 static char *check_picture(mpt_ctx *ctx, const char *path, tool_buffer *buffer) {
-    FILE *f = fopen(path, "rb");
     mpt_image_info info;
     char why[600];
+    FILE *f;
 
-    if (!f) return tool_format("%s: can't open it: %s", path, strerror(errno));
+    if (tool_is_stream(path)) return tool_format("%s: is no regular file", path);
+    f = fopen(path, "rb");
+    if (!f) return tool_format("%s: can't open it: %s", path, cli_errno_text(errno));
     if (!tool_buffer_reserve(buffer, BUILD_PREFIX)) {
         fclose(f);
         return tool_format("%s: no memory to read it", path);
@@ -460,8 +474,9 @@ static bool build_write(tool *t, const dataset *d) {
 static void build_dataset(tool *t, dataset *d) {
     if (d->samples && d->samples[0].path && !check_pictures(t, d)) return;
     if (d->count < d->out.count) {
-        tool_fail(t, "%lld pictures can't fill %lld shards", (long long)d->count,
-                  (long long)d->out.count);
+        tool_fail(t, "%lld picture%s can't fill %lld shard%s", (long long)d->count,
+                  cli_plural(d->count, "s"), (long long)d->out.count,
+                  cli_plural(d->out.count, "s"));
         return;
     }
     classes_warn_empty(t, d);
@@ -470,8 +485,9 @@ static void build_dataset(tool *t, dataset *d) {
         output_discard(&d->out, 0);
     } else if (output_commit(t, &d->out, &d->classes)) {
         errno = 0;
-        printf("%.*s@%lld: %lld records, %lld classes\n", (int)d->out.prefix_size, d->out.prefix,
-               (long long)d->out.count, (long long)d->count, (long long)d->classes.count);
+        printf("%.*s@%lld: %lld record%s, %lld class%s\n", (int)d->out.prefix_size, d->out.prefix,
+               (long long)d->out.count, (long long)d->count, cli_plural(d->count, "s"),
+               (long long)d->classes.count, cli_plural(d->classes.count, "es"));
     }
 }
 

@@ -17,8 +17,9 @@
 typedef struct tool { /* one command that runs */
     const char *name; /* "tfrecord cat" */
     mpt_ctx *ctx;
-    int status;       /* exit code so far */
-    bool output_lost; /* standard output failed, and that was said */
+    int64_t max_record_bytes; /* a larger record is an error */
+    int status;               /* exit code so far */
+    bool output_lost;         /* standard output failed, and that was said */
 } tool;
 
 /* ---- messages and signals -------------------------------------------------------------------- */
@@ -94,13 +95,27 @@ static void tool_occupy_standard_files(void) {
         if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDONLY) < 0) return;
 }
 
-static int tool_begin(tool *t, const char *name, int64_t threads) {
+typedef struct tool_settings { /* options that several commands have */
+    int64_t threads;           /* 0: as many as there are cores */
+    int64_t max_record_bytes;
+} tool_settings;
+
+static tool_settings tool_defaults(void) {
+    tool_settings s;
+
+    s.threads = 1;
+    s.max_record_bytes = (int64_t)1 << 30; /* the library's own default */
+    return s;
+}
+
+static int tool_begin(tool *t, const char *name, const tool_settings *settings) {
     mpt_ctx_desc desc;
 
     memset(t, 0, sizeof *t);
     memset(&desc, 0, sizeof desc);
     t->name = name;
-    desc.num_threads = (int)threads;
+    t->max_record_bytes = settings->max_record_bytes;
+    desc.num_threads = (int)settings->threads;
     if (mpt_ctx_create(&desc, &t->ctx)) return tool_fail_memory(t);
     return CLI_EXIT_OK;
 }
@@ -110,7 +125,7 @@ static int tool_begin(tool *t, const char *name, int64_t threads) {
 static bool tool_output_lost(tool *t) {
     if (t->output_lost || !ferror(stdout)) return t->output_lost;
     t->output_lost = true;
-    if (errno != EPIPE) tool_fail(t, "can't write to standard output: %s", strerror(errno));
+    if (errno != EPIPE) tool_fail(t, "can't write to standard output: %s", cli_errno_text(errno));
     return true;
 }
 
@@ -221,7 +236,7 @@ static bool tool_read_file(const char *path, size_t limit, tool_buffer *out, cha
 
     out->size = 0;
     if (!f) {
-        snprintf(why, 600, "%s: can't open it: %s", path, strerror(errno));
+        snprintf(why, 600, "%s: can't open it: %s", path, cli_errno_text(errno));
         return false;
     }
     why[0] = 0;
@@ -232,7 +247,7 @@ static bool tool_read_file(const char *path, size_t limit, tool_buffer *out, cha
         }
         n = fread(out->data + out->size, 1, out->capacity - out->size, f);
         out->size += n;
-        if (ferror(f)) snprintf(why, 600, "%s: can't read it: %s", path, strerror(errno));
+        if (ferror(f)) snprintf(why, 600, "%s: can't read it: %s", path, cli_errno_text(errno));
         else if (out->size > limit) snprintf(why, 600, "%s: larger than %zu bytes", path, limit);
     }
     fclose(f);
@@ -272,7 +287,7 @@ static void tool_expand_pattern(tool *t, const char *pattern, tool_strings *file
     found.files = files;
     found.no_memory = false;
     if (!io->list || io->list(pattern, tool_add_found, &found, io->user)) {
-        tool_fail(t, "%s: can't list it: %s", pattern, strerror(errno));
+        tool_fail(t, "%s: can't list it: %s", pattern, cli_errno_text(errno));
     } else if (found.no_memory) {
         tool_fail_memory(t);
     } else if (files->count == before) {
@@ -281,6 +296,58 @@ static void tool_expand_pattern(tool *t, const char *pattern, tool_strings *file
         qsort(files->items + before, (size_t)(files->count - before), sizeof *files->items,
               tool_compare_strings);
     }
+}
+
+static bool tool_ends_with(const char *text, const char *end) {
+    size_t n = strlen(text), m = strlen(end);
+
+    return n >= m && !strcmp(text + n - m, end);
+}
+
+/* What a file is that our own commands put beside TFRecord files, so that everybody who names a
+   whole directory meets it; NULL: none of these. An index is told by its first line, "0 SIZE"; that
+   of an empty file is empty. */
+static const char *tool_companion(const char *path) {
+    bool index = tool_ends_with(path, ".idx");
+    char head[4];
+    struct stat s;
+    size_t n;
+    FILE *f;
+
+    if (!index && !tool_ends_with(path, "-classes.txt")) return NULL;
+    if (stat(path, &s) != 0 || !S_ISREG(s.st_mode)) return NULL;
+    if (!index) return "class names";
+    f = fopen(path, "rb");
+    if (!f) return NULL;
+    n = fread(head, 1, sizeof head, f);
+    fclose(f);
+    if (n == 0 && s.st_size == 0) return "a record index";
+    return n >= 3 && !memcmp(head, "0 ", 2) && head[2] >= '1' && head[2] <= '9' ? "a record index"
+                                                                                : NULL;
+}
+
+/* Takes what is no TFRecord file out of the list, with a word about each; that is no failure. */
+static void tool_leave_out_companions(tool *t, tool_strings *files) {
+    int64_t i, kept = 0;
+
+    for (i = 0; i < files->count; i++) {
+        const char *what = tool_companion(files->items[i]);
+
+        if (!what) {
+            files->items[kept++] = files->items[i];
+            continue;
+        }
+        cli_error(t->name, 0, "%s: %s, not a TFRecord file: left out", files->items[i], what);
+        free(files->items[i]);
+    }
+    files->count = kept;
+}
+
+static bool tool_refuse_dash(tool *t, const char *word) {
+    bool dash = cli_refuse_dash(t->name, word);
+
+    if (dash) t->status = CLI_EXIT_FAILURE;
+    return dash;
 }
 
 /* Names, quoted patterns and name@N to files. Something wrong is reported, the rest stays. */
@@ -294,6 +361,7 @@ static void tool_expand(tool *t, const cli_list *operands, tool_strings *files) 
         const char *word = operands->items[i];
         bool exists = stat(word, &s) == 0, ok = true;
 
+        if (tool_refuse_dash(t, word)) continue;
         if (exists && S_ISDIR(s.st_mode)) {
             tool_fail(t, "%s: is a directory; name its files, for example %s/*", word, word);
         } else if (!exists && tool_split_at(word, &prefix, &count)) {
@@ -306,33 +374,43 @@ static void tool_expand(tool *t, const cli_list *operands, tool_strings *files) 
         }
         if (!ok) tool_fail_memory(t);
     }
+    tool_leave_out_companions(t, files);
 }
 
-static int64_t tool_file_size(const char *path) { /* 0: unknown */
+/* A pipe or the like, which can be read only once. */
+static bool tool_is_stream(const char *path) {
     struct stat s;
 
-    return stat(path, &s) == 0 && S_ISREG(s.st_mode) ? (int64_t)s.st_size : 0;
+    return stat(path, &s) == 0 && !S_ISREG(s.st_mode) && !S_ISDIR(s.st_mode);
+}
+
+static int64_t tool_file_size(const char *path) { /* -1: unknown */
+    struct stat s;
+
+    return stat(path, &s) == 0 && S_ISREG(s.st_mode) ? (int64_t)s.st_size : -1;
 }
 
 static int64_t tool_total_size(const tool_strings *files) {
-    int64_t i, total = 0;
+    int64_t i, size, total = 0;
 
-    for (i = 0; i < files->count; i++) total += tool_file_size(files->items[i]);
+    for (i = 0; i < files->count; i++) {
+        size = tool_file_size(files->items[i]);
+        if (size > 0) total += size;
+    }
     return total;
 }
 
 /* ---- running a command --------------------------------------------------------------------------
-   Parses the line, makes the context, calls the body and frees everything. `threads` points to the
-   option's value; NULL: one thread. */
+   Parses the line, makes the context, calls the body and frees everything. */
 typedef void (*tool_body)(tool *t, const cli_list *operands, void *user);
 
-static int tool_run(const cli_command *c, int argc, char **argv, const int64_t *threads,
+static int tool_run(const cli_command *c, int argc, char **argv, const tool_settings *settings,
                     tool_body body, void *user) {
     cli_list operands = {NULL, 0, 0};
     int code = cli_parse(c, argc, argv, &operands);
     tool t;
 
-    if (code == CLI_RUN && (code = tool_begin(&t, c->name, threads ? *threads : 1)) == 0) {
+    if (code == CLI_RUN && (code = tool_begin(&t, c->name, settings)) == 0) {
         body(&t, &operands, user);
         code = tool_end(&t);
     }
@@ -358,13 +436,13 @@ static void tool_call_files(tool *t, const cli_list *operands, void *user) {
     tool_strings_free(&files);
 }
 
-static int tool_run_files(const cli_command *c, int argc, char **argv, const int64_t *threads,
-                          tool_files_body body, void *user) {
+static int tool_run_files(const cli_command *c, int argc, char **argv,
+                          const tool_settings *settings, tool_files_body body, void *user) {
     tool_files_call call;
 
     call.body = body;
     call.user = user;
-    return tool_run(c, argc, argv, threads, tool_call_files, &call);
+    return tool_run(c, argc, argv, settings, tool_call_files, &call);
 }
 
 static cli_option tool_threads_option(int64_t *threads) {
@@ -372,32 +450,44 @@ static cli_option tool_threads_option(int64_t *threads) {
                    "MPTRAIN_THREADS");
 }
 
-/* ---- records --------------------------------------------------------------------------------- */
-static mpt_result tool_open(mpt_ctx *ctx, const char *path, bool skip_crc, mpt_tfrecord **out) {
-    mpt_tfrecord_desc desc;
-
-    memset(&desc, 0, sizeof desc);
-    desc.path = path;
-    desc.skip_crc = skip_crc;
-    return mpt_tfrecord_open(ctx, &desc, out);
+static cli_option tool_max_record_option(int64_t *bytes) {
+    return cli_default(cli_bytes("max-record-bytes", 0, bytes, 1, INT64_MAX,
+                                 "a larger record is an error"),
+                       "1G");
 }
 
-/* How many records: from the headers where the file is plain, else by reading. */
-static mpt_result tool_count(mpt_ctx *ctx, const char *path, int64_t *records) {
-    mpt_tfrecord_index *index = NULL;
-    mpt_tfrecord *f = NULL;
+/* ---- records --------------------------------------------------------------------------------- */
+static mpt_tfrecord_desc tool_desc(const tool *t, const char *path) {
     mpt_tfrecord_desc desc;
-    mpt_bytes payload;
-    mpt_result rc;
 
     memset(&desc, 0, sizeof desc);
     desc.path = path;
+    desc.max_record_bytes = (uint64_t)t->max_record_bytes;
+    return desc;
+}
+
+static mpt_result tool_open(const tool *t, const char *path, mpt_tfrecord **out) {
+    mpt_tfrecord_desc desc = tool_desc(t, path);
+
+    return mpt_tfrecord_open(t->ctx, &desc, out);
+}
+
+/* How many records: from the headers where the file is plain, else by reading. A pipe is read right
+   away, since the first attempt would take its beginning. */
+static mpt_result tool_count(const tool *t, const char *path, int64_t *records) {
+    mpt_tfrecord_desc desc = tool_desc(t, path);
+    mpt_tfrecord_index *index = NULL;
+    mpt_tfrecord *f = NULL;
+    mpt_bytes payload;
+    mpt_result rc = MPT_ERR_UNSUPPORTED;
+
     *records = 0;
-    rc = mpt_tfrecord_index_build(ctx, &desc, &index);
+    if (!tool_is_stream(path)) rc = mpt_tfrecord_index_build(t->ctx, &desc, &index);
     if (rc == MPT_OK) *records = index->num_records;
-    mpt_tfrecord_index_destroy(ctx, index);
+    mpt_tfrecord_index_destroy(t->ctx, index);
     if (rc != MPT_ERR_UNSUPPORTED) return rc;
-    rc = tool_open(ctx, path, true, &f);
+    desc.skip_crc = true;
+    rc = mpt_tfrecord_open(t->ctx, &desc, &f);
     while (rc == MPT_OK) {
         rc = mpt_tfrecord_next(f, &payload);
         if (rc == MPT_OK) (*records)++;

@@ -4,6 +4,14 @@
 
 #include "tfrecord/output.h"
 
+enum { CONVERT_NUM_OPTIONS = OUTPUT_NUM_OPTIONS + 1 };
+
+static void convert_options(output *o, tool_settings *settings,
+                            cli_option options[CONVERT_NUM_OPTIONS]) {
+    output_options(o, options);
+    options[OUTPUT_NUM_OPTIONS] = tool_max_record_option(&settings->max_record_bytes);
+}
+
 typedef struct copy_progress {
     cli_progress line;
     int64_t records;
@@ -36,7 +44,7 @@ static void merge_files(tool *t, const tool_strings *files, const output *o, con
     progress.records = 0;
     cli_progress_begin(&progress.line, t->name, "records", 0);
     for (i = 0; i < files->count && rc == MPT_OK && !tool_signal; i++) {
-        rc = tool_open(t->ctx, files->items[i], false, &f);
+        rc = tool_open(t, files->items[i], &f);
         if (rc == MPT_OK) rc = copy_records(f, w, INT64_MAX, &progress);
         if (rc == MPT_END) rc = MPT_OK;
         if (rc) tool_fail(t, "%s", tool_error_text(t->ctx));
@@ -51,19 +59,22 @@ static void merge_files(tool *t, const tool_strings *files, const output *o, con
     if (rc || tool_signal) return;
     output_remove_index(path);
     errno = 0;
-    printf("%s: %lld records\n", path, (long long)progress.records);
+    printf("%s: %lld record%s\n", path, (long long)progress.records,
+           cli_plural(progress.records, "s"));
 }
 
 static void merge_body(tool *t, const cli_list *operands, void *user) {
-    const output *o = (const output *)user;
+    output *o = (output *)user;
     const char *path = operands->items[operands->count - 1];
     cli_list inputs = *operands;
     tool_strings files;
 
     memset(&files, 0, sizeof files);
     inputs.count--;
+    o->max_record_bytes = t->max_record_bytes;
     tool_catch_signals();
     if (output_may_write(t, o, path)) tool_expand(t, &inputs, &files);
+    if (t->status == CLI_EXIT_OK && files.count == 0) tool_fail(t, "no TFRecord file to read");
     if (t->status == CLI_EXIT_OK) merge_files(t, &files, o, path);
     tool_strings_free(&files);
 }
@@ -73,18 +84,19 @@ static const char merge_about[] =
     "is written and checked; if any file is damaged, nothing is written.";
 
 static int command_merge(int argc, char **argv) {
-    cli_option options[OUTPUT_NUM_OPTIONS];
-    cli_command c = {"tfrecord merge", "FILE... OUT",      merge_about, TOOL_VERSION,
-                     options,          OUTPUT_NUM_OPTIONS, 2,           -1};
+    cli_option options[CONVERT_NUM_OPTIONS];
+    cli_command c = {"tfrecord merge", "FILE... OUT",       merge_about, TOOL_VERSION,
+                     options,          CONVERT_NUM_OPTIONS, 2,           -1};
+    tool_settings settings = tool_defaults();
     output o;
 
     memset(&o, 0, sizeof o);
-    output_options(&o, options);
-    return tool_run(&c, argc, argv, NULL, merge_body, &o);
+    convert_options(&o, &settings, options);
+    return tool_run(&c, argc, argv, &settings, merge_body, &o);
 }
 
 static void recompress_body(tool *t, const cli_list *operands, void *user) {
-    const output *o = (const output *)user;
+    output *o = (output *)user;
 
     if (o->compression < 0) tool_usage(t, "needs --compression none, gzip or zlib");
     else merge_body(t, operands, user);
@@ -95,21 +107,22 @@ static const char recompress_about[] =
     "compression that is asked for.";
 
 static int command_recompress(int argc, char **argv) {
-    cli_option options[OUTPUT_NUM_OPTIONS];
+    cli_option options[CONVERT_NUM_OPTIONS];
     cli_command c = {"tfrecord recompress",
                      "FILE OUT",
                      recompress_about,
                      TOOL_VERSION,
                      options,
-                     OUTPUT_NUM_OPTIONS,
+                     CONVERT_NUM_OPTIONS,
                      2,
                      2};
+    tool_settings settings = tool_defaults();
     output o;
 
     memset(&o, 0, sizeof o);
     o.compression = -1;
-    output_options(&o, options);
-    return tool_run(&c, argc, argv, NULL, recompress_body, &o);
+    convert_options(&o, &settings, options);
+    return tool_run(&c, argc, argv, &settings, recompress_body, &o);
 }
 
 /* ---- split ----------------------------------------------------------------------------------- */
@@ -136,7 +149,7 @@ static mpt_result split_shard(tool *t, mpt_tfrecord *f, const output *o, int64_t
 static void split_file(tool *t, const char *path, const output *o, int64_t records) {
     mpt_tfrecord *f = NULL;
     copy_progress progress;
-    mpt_result rc = tool_open(t->ctx, path, false, &f);
+    mpt_result rc = tool_open(t, path, &f);
     int64_t i, start, end;
 
     if (rc) tool_fail(t, "%s", tool_error_text(t->ctx));
@@ -153,8 +166,8 @@ static void split_file(tool *t, const char *path, const output *o, int64_t recor
         output_discard(o, 0);
     } else if (output_commit(t, o, NULL)) {
         errno = 0;
-        printf("%.*s@%lld: %lld records\n", (int)o->prefix_size, o->prefix, (long long)o->count,
-               (long long)records);
+        printf("%.*s@%lld: %lld record%s\n", (int)o->prefix_size, o->prefix, (long long)o->count,
+               (long long)records, cli_plural(records, "s"));
     }
 }
 
@@ -164,12 +177,16 @@ static void split_body(tool *t, const cli_list *operands, void *user) {
     int64_t records = 0;
 
     if (!output_parse(t, o, operands->items[1]) || !output_check(t, o, false)) return;
+    if (tool_refuse_dash(t, path)) return;
+    o->max_record_bytes = t->max_record_bytes;
     tool_catch_signals();
-    if (tool_count(t->ctx, path, &records)) {
+    if (tool_is_stream(path)) {
+        tool_fail(t, "%s: is no regular file; split reads it twice, so save it first", path);
+    } else if (tool_count(t, path, &records)) {
         tool_fail(t, "%s", tool_error_text(t->ctx));
     } else if (records < o->count) {
-        tool_fail(t, "%s: %lld records can't fill %lld shards", path, (long long)records,
-                  (long long)o->count);
+        tool_fail(t, "%s: %lld record%s can't fill %lld shard%s", path, (long long)records,
+                  cli_plural(records, "s"), (long long)o->count, cli_plural(o->count, "s"));
     } else {
         split_file(t, path, o, records);
     }
@@ -181,14 +198,15 @@ static const char split_about[] =
     "together when all is written and checked.";
 
 static int command_split(int argc, char **argv) {
-    cli_option options[OUTPUT_NUM_OPTIONS];
-    cli_command c = {"tfrecord split", "FILE OUT@N",       split_about, TOOL_VERSION,
-                     options,          OUTPUT_NUM_OPTIONS, 2,           2};
+    cli_option options[CONVERT_NUM_OPTIONS];
+    cli_command c = {"tfrecord split", "FILE OUT@N",        split_about, TOOL_VERSION,
+                     options,          CONVERT_NUM_OPTIONS, 2,           2};
+    tool_settings settings = tool_defaults();
     output o;
 
     memset(&o, 0, sizeof o);
-    output_options(&o, options);
-    return tool_run(&c, argc, argv, NULL, split_body, &o);
+    convert_options(&o, &settings, options);
+    return tool_run(&c, argc, argv, &settings, split_body, &o);
 }
 
 #endif /* TFRECORD_CONVERT_H */

@@ -8,7 +8,8 @@
 typedef struct output {
     const char *prefix; /* of OUT@N: OUT, without an end: prefix_size characters */
     size_t prefix_size;
-    int64_t count; /* N */
+    int64_t count;            /* N */
+    int64_t max_record_bytes; /* of a record that is written; 0: the library's default */
     /* options */
     bool force;
     int compression; /* mpt_compression */
@@ -33,6 +34,7 @@ static mpt_result output_open(mpt_ctx *ctx, const output *o, const char *path,
     desc.path = path;
     desc.compression = (mpt_compression)o->compression;
     desc.compression_level = (int)o->level;
+    desc.max_record_bytes = (uint64_t)o->max_record_bytes;
     return mpt_tfrecord_writer_open(ctx, &desc, out);
 }
 
@@ -48,6 +50,10 @@ static void output_remove_index(const char *path) {
 static bool output_may_write(tool *t, const output *o, const char *path) {
     struct stat s;
 
+    if (!strcmp(path, "-")) {
+        tool_fail(t, "-: standard output is not written by that name; OUT is the name of a file");
+        return false;
+    }
     if (stat(path, &s) != 0) return true;
     if (S_ISDIR(s.st_mode)) tool_fail(t, "%s: is a directory; name the file to write", path);
     else if (!o->force) tool_fail(t, "%s: exists already; --force replaces it", path);
@@ -105,7 +111,7 @@ static bool output_check_directory(tool *t, const output *o, const char *directo
     bool ok = true;
 
     if (!d) {
-        tool_fail(t, "%s: can't open the directory: %s", directory, strerror(errno));
+        tool_fail(t, "%s: can't open the directory: %s", directory, cli_errno_text(errno));
         return false;
     }
     while (ok && (entry = readdir(d)) != NULL) {
@@ -116,8 +122,9 @@ static bool output_check_directory(tool *t, const output *o, const char *directo
             tool_fail(t, "%s/%s: exists already; --force replaces the set", directory,
                       entry->d_name);
         } else {
-            tool_fail(t, "%s/%s: belongs to a set of %lld shards of the same name; remove it first",
-                      directory, entry->d_name, (long long)count);
+            tool_fail(t,
+                      "%s/%s: belongs to a set of %lld shard%s of the same name; remove it first",
+                      directory, entry->d_name, (long long)count, cli_plural(count, "s"));
         }
     }
     closedir(d);
@@ -161,7 +168,7 @@ static bool output_rename(tool *t, char *from, char *to) { /* frees both */
     bool ok = from && to && rename(from, to) == 0;
 
     if (!from || !to) tool_fail_memory(t);
-    else if (!ok) tool_fail(t, "%s: can't be renamed: %s", from, strerror(errno));
+    else if (!ok) tool_fail(t, "%s: can't be renamed: %s", from, cli_errno_text(errno));
     else output_remove_index(to);
     free(from);
     free(to);
@@ -180,7 +187,7 @@ static bool output_write_classes(tool *t, const output *o, const tool_strings *c
         ok = fflush(f) == 0 && fsync(fileno(f)) == 0 && ok;
         ok = fclose(f) == 0 && ok;
     }
-    if (!ok) tool_fail(t, "%s: can't write it: %s", name ? name : "classes", strerror(errno));
+    if (!ok) tool_fail(t, "%s: can't write it: %s", name ? name : "classes", cli_errno_text(errno));
     free(name);
     return ok;
 }

@@ -10,17 +10,15 @@ typedef bool (*scan_fn)(tool *t, const char *path, mpt_tfrecord_position at, mpt
                         tool_features *features);
 
 /* Moves f to record `first`: by the index beside the file if there is a good one, else by reading,
-   which also works on compressed files. */
+   which also works on compressed files and pipes. */
 static mpt_result scan_skip(tool *t, const char *path, mpt_tfrecord *f, int64_t first) {
+    mpt_tfrecord_desc desc = tool_desc(t, path);
     mpt_tfrecord_index *index = NULL;
-    mpt_tfrecord_desc desc;
     mpt_bytes payload;
     mpt_result rc = MPT_ERR_UNSUPPORTED;
     int64_t i;
 
-    memset(&desc, 0, sizeof desc);
-    desc.path = path;
-    if (mpt_tfrecord_index_load(t->ctx, &desc, &index) == MPT_OK) {
+    if (!tool_is_stream(path) && mpt_tfrecord_index_load(t->ctx, &desc, &index) == MPT_OK) {
         if (first < index->num_records) rc = mpt_tfrecord_seek(f, first, index->offsets[first]);
     }
     mpt_tfrecord_index_destroy(t->ctx, index);
@@ -40,7 +38,7 @@ typedef struct scan {
 static void scan_file(tool *t, const char *path, scan *s) {
     mpt_tfrecord *f = NULL;
     mpt_bytes payload;
-    mpt_result rc = tool_open(t->ctx, path, false, &f);
+    mpt_result rc = tool_open(t, path, &f);
     int64_t shown = 0;
     bool more = true;
 
@@ -158,8 +156,9 @@ static const char cat_about[] =
     "an error. FILE may be name@N or a quoted pattern; compression is recognised.";
 
 static int command_cat(int argc, char **argv) {
-    cli_option options[2];
-    cli_command c = {"tfrecord cat", "FILE...", cat_about, TOOL_VERSION, options, 2, 1, -1};
+    cli_option options[3];
+    cli_command c = {"tfrecord cat", "FILE...", cat_about, TOOL_VERSION, options, 3, 1, -1};
+    tool_settings settings = tool_defaults();
     scan s;
 
     memset(&s, 0, sizeof s);
@@ -170,9 +169,11 @@ static int command_cat(int argc, char **argv) {
                              "all");
     options[1] = cli_default(cli_int("index", 'i', &s.index, 0, INT64_MAX, "I",
                                      "begin at record I of each file, counted from 0, and show one "
-                                     "record unless --limit says more"),
+                                     "record unless --limit says more "
+                                     "(record number; not a file made by index)"),
                              "");
-    return tool_run_files(&c, argc, argv, NULL, scan_files, &s);
+    options[2] = tool_max_record_option(&settings.max_record_bytes);
+    return tool_run_files(&c, argc, argv, &settings, scan_files, &s);
 }
 
 /* ---- head ------------------------------------------------------------------------------------ */
@@ -233,23 +234,24 @@ static bool head_record(tool *t, const char *path, mpt_tfrecord_position at, mpt
     int64_t i;
 
     errno = 0;
-    printf("%s: record %lld at offset %llu, %zu bytes\n", path, (long long)at.record,
-           (unsigned long long)at.offset, payload.size);
+    printf("%s: record %lld at offset %llu, %zu byte%s\n", path, (long long)at.record,
+           (unsigned long long)at.offset, payload.size, cli_plural((int64_t)payload.size, "s"));
     if (error) printf("  no tf.Example: %s\n", error);
     for (i = 0; !error && i < fs->count; i++) head_feature(fs, &fs->items[i]);
     return !tool_output_lost(t);
 }
 
 static int command_head(int argc, char **argv) {
-    cli_option options[1];
+    cli_option options[2];
     cli_command c = {"tfrecord head",
                      "FILE...",
                      "The first records of each file for people: names, kinds and short values.",
                      TOOL_VERSION,
                      options,
-                     1,
+                     2,
                      1,
                      -1};
+    tool_settings settings = tool_defaults();
     scan s;
 
     memset(&s, 0, sizeof s);
@@ -257,7 +259,8 @@ static int command_head(int argc, char **argv) {
     s.limit = 3;
     s.fn = head_record;
     options[0] = cli_int("limit", 'n', &s.limit, 0, INT64_MAX, "N", "records of each file");
-    return tool_run_files(&c, argc, argv, NULL, scan_files, &s);
+    options[1] = tool_max_record_option(&settings.max_record_bytes);
+    return tool_run_files(&c, argc, argv, &settings, scan_files, &s);
 }
 
 /* ---- count ----------------------------------------------------------------------------------- */
@@ -266,7 +269,7 @@ static void count_files(tool *t, const tool_strings *files, void *user) {
 
     (void)user;
     for (i = 0; i < files->count && !tool_output_lost(t); i++) {
-        if (tool_count(t->ctx, files->items[i], &records)) {
+        if (tool_count(t, files->items[i], &records)) {
             tool_fail(t, "%s", tool_error_text(t->ctx));
             continue;
         }
@@ -283,17 +286,24 @@ static const char count_about[] =
     "over header by header, payloads are not read; compressed ones are read.";
 
 static int command_count(int argc, char **argv) {
-    cli_command c = {"tfrecord count", "FILE...", count_about, TOOL_VERSION, NULL, 0, 1, -1};
+    cli_option options[1];
+    cli_command c = {"tfrecord count", "FILE...", count_about, TOOL_VERSION, options, 1, 1, -1};
+    tool_settings settings = tool_defaults();
 
-    return tool_run_files(&c, argc, argv, NULL, count_files, NULL);
+    options[0] = tool_max_record_option(&settings.max_record_bytes);
+    return tool_run_files(&c, argc, argv, &settings, count_files, NULL);
 }
 
 /* ---- verify ---------------------------------------------------------------------------------- */
+enum { VERIFY_FRAME_BYTES = 16 }; /* around a payload: length, its checksum, the payload's */
+
 typedef struct verify_result {
     bool done;
     mpt_compression compression;
     int64_t records;
-    char *error; /* NULL: the file is good */
+    int64_t bytes; /* of the file, or of what a pipe brought; -1: not known */
+    bool damaged;  /* where there is an error: it lies in the data, not in getting at them */
+    char *error;   /* NULL: the file is good */
 } verify_result;
 
 typedef struct verify_job { /* shared by the threads, under lock */
@@ -312,11 +322,11 @@ static void verify_print(verify_job *job) {
     char size[24];
 
     cli_progress_clear(&job->progress);
-    cli_human_bytes((double)tool_file_size(path), size);
-    printf("%s: %lld record%s, %s%s%s, ", path, (long long)r->records, r->records == 1 ? "" : "s",
-           size, r->compression ? ", " : "",
-           r->compression ? tool_compression_name(r->compression) : "");
-    puts(r->error ? "DAMAGED" : "ok");
+    errno = 0;
+    printf("%s: %lld record%s", path, (long long)r->records, cli_plural(r->records, "s"));
+    if (r->bytes >= 0) printf(", %s", cli_human_bytes((double)r->bytes, size));
+    if (r->compression) printf(", %s", tool_compression_name(r->compression));
+    puts(!r->error ? ", ok" : r->damaged ? ", DAMAGED" : ", UNREADABLE");
     tool_output_lost(job->t);
     if (!r->error) return;
     fflush(stdout);
@@ -342,28 +352,48 @@ static void verify_advance(verify_job *job, int64_t bytes) {
     pthread_mutex_unlock(&job->lock);
 }
 
+/* To the library a record over the limit is an error of the data, but it may well be sound: here it
+   counts as damaged only if the file can't hold it. */
+static bool verify_over_limit(const verify_result *r, mpt_tfrecord_position at, uint64_t limit) {
+    if (at.size <= limit || at.size > (uint64_t)INT64_MAX - VERIFY_FRAME_BYTES - at.offset)
+        return false;
+    return r->bytes < 0 || r->compression ||
+           at.offset + at.size + VERIFY_FRAME_BYTES <= (uint64_t)r->bytes;
+}
+
+static void verify_note_error(verify_result *result, const mpt_ctx *ctx, mpt_result rc,
+                              bool over_limit) {
+    result->damaged = rc == MPT_ERR_CORRUPT_DATA && !over_limit;
+    result->error = tool_copy(tool_error_text(ctx), strlen(tool_error_text(ctx)));
+    if (!result->error) result->error = tool_copy("no memory", 9);
+}
+
 static void verify_read(verify_job *job, mpt_ctx *ctx, const char *path, verify_result *result) {
     const int64_t block = 4 << 20; /* the lock is taken once for so many bytes */
-    int64_t size = tool_file_size(path), told = 0, now;
+    mpt_tfrecord_desc desc = tool_desc(job->t, path);
+    int64_t told = 0, now;
+    mpt_tfrecord_position at;
     mpt_tfrecord *f = NULL;
     mpt_bytes payload;
-    mpt_result rc = tool_open(ctx, path, false, &f);
+    mpt_result rc = mpt_tfrecord_open(ctx, &desc, &f);
 
+    result->bytes = tool_file_size(path);
     if (rc == MPT_OK) result->compression = mpt_tfrecord_compression(f);
     while (rc == MPT_OK) {
         rc = mpt_tfrecord_next(f, &payload);
         if (rc == MPT_OK) result->records++;
         now = (int64_t)mpt_tfrecord_tell(f).offset;
-        if (rc || result->compression || now < told + block || now > size) continue;
+        if (rc || result->compression || now < told + block || now > result->bytes) continue;
         verify_advance(job, now - told);
         told = now;
     }
-    if (rc < 0) {
-        result->error = tool_copy(tool_error_text(ctx), strlen(tool_error_text(ctx)));
-        if (!result->error) result->error = tool_copy("no memory", 9);
-    }
+    at = mpt_tfrecord_tell(f);
+    if (rc < 0)
+        verify_note_error(result, ctx, rc, verify_over_limit(result, at, desc.max_record_bytes));
+    if (rc == MPT_END && result->bytes < 0 && !result->compression)
+        result->bytes = result->records ? (int64_t)(at.offset + at.size) + VERIFY_FRAME_BYTES : 0;
     mpt_tfrecord_close(f);
-    verify_advance(job, size - told);
+    if (result->bytes > told) verify_advance(job, result->bytes - told);
 }
 
 static mpt_result verify_chunk(int64_t i, void *user) {
@@ -406,28 +436,34 @@ static void verify_files(tool *t, const tool_strings *files, void *user) {
 }
 
 static const char verify_about[] =
-    "Checks every length and every CRC. A line a file on standard output; of a\n"
-    "damaged file the cause on standard error, with record and offset, and exit\n"
+    "Checks every length and every CRC. A line a file on standard output: ok, DAMAGED,\n"
+    "or UNREADABLE where it could not be opened or read, or holds a record over the\n"
+    "limit. Of these two the cause on standard error, with record and offset, and exit\n"
     "code 1 after all files are checked.";
 
 static int command_verify(int argc, char **argv) {
-    int64_t threads = 0;
-    cli_option options[1];
-    cli_command c = {"tfrecord verify", "FILE...", verify_about, TOOL_VERSION, options, 1, 1, -1};
+    cli_option options[2];
+    cli_command c = {"tfrecord verify", "FILE...", verify_about, TOOL_VERSION, options, 2, 1, -1};
+    tool_settings settings = tool_defaults();
 
-    options[0] = tool_threads_option(&threads);
-    return tool_run_files(&c, argc, argv, &threads, verify_files, NULL);
+    settings.threads = 0;
+    options[0] = tool_threads_option(&settings.threads);
+    options[1] = tool_max_record_option(&settings.max_record_bytes);
+    return tool_run_files(&c, argc, argv, &settings, verify_files, NULL);
 }
 
 /* ---- index ----------------------------------------------------------------------------------- */
 static void index_file(tool *t, const char *path, bool check) {
+    mpt_tfrecord_desc desc = tool_desc(t, path);
     mpt_tfrecord_index *index = NULL;
-    mpt_tfrecord_desc desc;
     char *name = tool_format("%s.idx", path);
     mpt_result rc;
 
-    memset(&desc, 0, sizeof desc);
-    desc.path = path;
+    if (tool_is_stream(path)) {
+        tool_fail(t, "%s: is no regular file, which alone can have an index", path);
+        free(name);
+        return;
+    }
     if (!name) {
         tool_fail_memory(t);
         return;
@@ -437,7 +473,9 @@ static void index_file(tool *t, const char *path, bool check) {
     if (rc == MPT_OK && !check) rc = mpt_tfrecord_index_save(t->ctx, index, NULL, name);
     errno = 0;
     if (rc) tool_fail(t, "%s", tool_error_text(t->ctx));
-    else printf("%s: %lld records%s\n", name, (long long)index->num_records, check ? ", ok" : "");
+    else
+        printf("%s: %lld record%s%s\n", name, (long long)index->num_records,
+               cli_plural(index->num_records, "s"), check ? ", ok" : "");
     mpt_tfrecord_index_destroy(t->ctx, index);
     free(name);
 }
@@ -456,11 +494,13 @@ static const char index_about[] =
 
 static int command_index(int argc, char **argv) {
     bool check = false;
-    cli_option options[1];
-    cli_command c = {"tfrecord index", "FILE...", index_about, TOOL_VERSION, options, 1, 1, -1};
+    cli_option options[2];
+    cli_command c = {"tfrecord index", "FILE...", index_about, TOOL_VERSION, options, 2, 1, -1};
+    tool_settings settings = tool_defaults();
 
     options[0] = cli_flag("check", 0, &check, "write nothing; does each FILE.idx fit its file?");
-    return tool_run_files(&c, argc, argv, NULL, index_files, &check);
+    options[1] = tool_max_record_option(&settings.max_record_bytes);
+    return tool_run_files(&c, argc, argv, &settings, index_files, &check);
 }
 
 #endif /* TFRECORD_READ_H */

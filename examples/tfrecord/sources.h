@@ -86,8 +86,9 @@ static bool idx_read_header(idx_stream f, const char *path, int min_dims, int ma
         return false;
     }
     if (out->num_dims < min_dims || out->num_dims > max_dims) {
-        snprintf(why, 600, "%s: has %d dimensions; %s: are IMAGES and LABELS swapped?", path,
-                 head[3], max_dims == 1 ? "labels have 1" : "pictures have 3, or 4 with channels");
+        snprintf(why, 600, "%s: has %d dimension%s; %s: are IMAGES and LABELS swapped?", path,
+                 head[3], cli_plural(head[3], "s"),
+                 max_dims == 1 ? "labels have 1" : "pictures have 3, or 4 with channels");
         return false;
     }
     if (idx_get(f, head + 4, 4 * (size_t)out->num_dims) != 4 * out->num_dims) {
@@ -109,8 +110,8 @@ static bool idx_check_picture_size(const idx_file *f, const char *path, char why
         snprintf(why, 600, "%s: pictures of %lldx%lld; sides from 1 to %d are read", path,
                  (long long)f->dims[2], (long long)f->dims[1], IDX_MAX_SIDE);
     } else if (f->num_dims == 4 && f->dims[3] != 1 && f->dims[3] != 3) {
-        snprintf(why, 600, "%s: pictures of %lld channels; 1 or 3 are read", path,
-                 (long long)f->dims[3]);
+        snprintf(why, 600, "%s: pictures of %lld channel%s; 1 or 3 are read", path,
+                 (long long)f->dims[3], cli_plural(f->dims[3], "s"));
         ok = false;
     }
     return ok;
@@ -118,14 +119,16 @@ static bool idx_check_picture_size(const idx_file *f, const char *path, char why
 
 /* pictures: 3 or 4 dimensions; else labels: 1. The caller frees out->elements. */
 static bool idx_read(tool *t, const char *path, bool pictures, idx_file *out) {
-    idx_stream f = idx_open(path);
     char why[600];
     int64_t expected = 1;
+    idx_stream f;
     bool ok;
     int i;
 
+    if (tool_refuse_dash(t, path)) return false;
+    f = idx_open(path);
     if (!f) {
-        tool_fail(t, "%s: can't open it: %s", path, strerror(errno));
+        tool_fail(t, "%s: can't open it: %s", path, cli_errno_text(errno));
         return false;
     }
     ok = idx_read_header(f, path, pictures ? 3 : 1, pictures ? 4 : 1, out, why);
@@ -142,8 +145,9 @@ static bool idx_list(tool *t, dataset *d, const cli_list *operands, const idx_fi
     int64_t i;
 
     if (images->dims[0] != labels->dims[0] || images->dims[0] == 0) {
-        tool_fail(t, "%s holds %lld pictures, %s holds %lld labels", operands->items[0],
-                  (long long)images->dims[0], operands->items[1], (long long)labels->dims[0]);
+        tool_fail(t, "%s holds %lld picture%s, %s holds %lld label%s", operands->items[0],
+                  (long long)images->dims[0], cli_plural(images->dims[0], "s"), operands->items[1],
+                  (long long)labels->dims[0], cli_plural(labels->dims[0], "s"));
         return false;
     }
     d->pixels = images->elements.data;
@@ -202,7 +206,7 @@ static int command_from_idx(int argc, char **argv) {
     dataset_init(&d);
     dataset_options(&d, options);
     options[DATASET_NUM_OPTIONS] = classes_option(&d);
-    code = tool_run(&c, argc, argv, &d.threads, from_idx_body, &d);
+    code = tool_run(&c, argc, argv, &d.settings, from_idx_body, &d);
     dataset_free(&d);
     return code;
 }
@@ -218,7 +222,7 @@ static bool folder_names(tool *t, const char *path, tool_strings *names) {
     bool ok = true;
 
     if (!dir) {
-        tool_fail(t, "%s: can't open the directory: %s", path, strerror(errno));
+        tool_fail(t, "%s: can't open the directory: %s", path, cli_errno_text(errno));
         return false;
     }
     while (ok && (entry = readdir(dir)) != NULL) {
@@ -260,14 +264,17 @@ static bool folder_walk(tool *t, dataset *d, const char *path, int64_t label, in
     return ok;
 }
 
-static bool folder_class(tool *t, dataset *d, const char *root, const char *name) {
+/* outside: files beside the directories of the classes. */
+static bool folder_class(tool *t, dataset *d, const char *root, const char *name,
+                         tool_strings *outside) {
     char *path = tool_format("%s/%s", root, name);
     struct stat s;
     bool ok = path != NULL;
 
-    if (ok && (stat(path, &s) != 0 || !S_ISDIR(s.st_mode))) { /* a README or the like */
-        free(path);
-        return true;
+    if (ok && (stat(path, &s) != 0 || !S_ISDIR(s.st_mode))) {
+        ok = tool_strings_take(outside, path);
+        if (!ok) tool_fail_memory(t);
+        return ok;
     }
     ok = ok && tool_strings_take(&d->classes, tool_copy(name, strlen(name)));
     if (!ok) tool_fail_memory(t);
@@ -279,22 +286,34 @@ static bool folder_class(tool *t, dataset *d, const char *root, const char *name
 static void from_folder_body(tool *t, const cli_list *operands, void *user) {
     dataset *d = (dataset *)user;
     const char *root = operands->items[0];
-    tool_strings names;
+    tool_strings names, outside;
     int64_t i;
     bool ok;
 
     memset(&names, 0, sizeof names);
+    memset(&outside, 0, sizeof outside);
     ok = build_begin(t, d, operands->items[1]) && folder_names(t, root, &names);
-    for (i = 0; ok && i < names.count; i++) ok = folder_class(t, d, root, names.items[i]);
-    tool_strings_free(&names);
-    if (ok && d->count == 0)
+    for (i = 0; ok && i < names.count; i++) ok = folder_class(t, d, root, names.items[i], &outside);
+    if (ok && d->count == 0) {
         tool_fail(t, "%s: holds no pictures; a directory for each class is expected in it", root);
-    else if (ok) build_dataset(t, d);
+        ok = false;
+    } else if (ok && outside.count) {
+        cli_error(t->name, 0,
+                  "warning: %lld file%s in no class's directory left out; the first is %s",
+                  (long long)outside.count, cli_plural(outside.count, "s"), outside.items[0]);
+    }
+    tool_strings_free(&names);
+    tool_strings_free(&outside);
+    if (ok) build_dataset(t, d);
 }
 
 static const char from_folder_about[] =
-    "A directory with a directory of pictures for each class, as torchvision's\n"
-    "ImageFolder reads it: classes are the names in the order of their bytes.\n" BUILD_ABOUT;
+    "DIR holds a directory for each class, which has its name; labels follow the order\n"
+    "of the names' bytes. All files in such a directory, and in directories below it,\n"
+    "have to be pictures, whatever their names end in: JPEG, PNG or BMP. Another file is\n"
+    "an error, or with --skip-bad-records is left out. Files beside the directories are\n"
+    "left out with a warning; a directory without pictures is a class all the same, with\n"
+    "a warning. Names that begin with a dot are passed over.\n" BUILD_ABOUT;
 
 static int command_from_folder(int argc, char **argv) {
     cli_option options[DATASET_NUM_OPTIONS + 1];
@@ -312,7 +331,7 @@ static int command_from_folder(int argc, char **argv) {
     dataset_init(&d);
     dataset_options(&d, options);
     options[DATASET_NUM_OPTIONS] = skip_option(&d);
-    code = tool_run(&c, argc, argv, &d.threads, from_folder_body, &d);
+    code = tool_run(&c, argc, argv, &d.settings, from_folder_body, &d);
     dataset_free(&d);
     return code;
 }
@@ -325,6 +344,7 @@ typedef struct csv {
     char *p, *end; /* what is left of the text */
     int64_t line;  /* where the row being read began */
     int64_t next_line;
+    bool header; /* the first row named the columns */
     tool_strings row;
     char why[600]; /* empty: all is well */
 } csv;
@@ -397,17 +417,20 @@ static bool csv_is_one_of(const char *text, const char *names) { /* in any case 
     return text[i] == 0 && cli_choice_from_text(lower, names) >= 0;
 }
 
-/* Columns of path and label from a first row that names them; false: it is no header. */
-static bool csv_header(const csv *c, int64_t *path_column, int64_t *label_column) {
+/* What a header may call the two columns. */
+#define CSV_PATH_NAMES "path|file|filename|file_name|file_path|filepath|image|image_path|img_path"
+#define CSV_LABEL_NAMES "label|class|category|target|class_name|label_name|class_id|label_id"
+
+/* Columns of path and label from a first row that names them; -1 where it doesn't. Of several names
+   the first counts. */
+static void csv_find_columns(const csv *c, int64_t *path_column, int64_t *label_column) {
     int64_t i;
 
     *path_column = *label_column = -1;
-    for (i = 0; i < c->row.count; i++) {
-        if (csv_is_one_of(c->row.items[i], "path|file|filename|file_name|image|image_path"))
-            *path_column = i;
-        if (csv_is_one_of(c->row.items[i], "label|class|target|class_name")) *label_column = i;
+    for (i = c->row.count - 1; i >= 0; i--) {
+        if (csv_is_one_of(c->row.items[i], CSV_PATH_NAMES)) *path_column = i;
+        if (csv_is_one_of(c->row.items[i], CSV_LABEL_NAMES)) *label_column = i;
     }
-    return *path_column >= 0 && *label_column >= 0;
 }
 
 /* Paths are taken from --root, else from where the CSV file stands. */
@@ -420,14 +443,56 @@ static char *csv_resolve(const dataset *d, const csv *c, const char *path) {
     return tool_format("%.*s/%s", (int)(slash - c->path), c->path, path);
 }
 
+/* Is a first row that names no columns one of path,label? A number in it, or a file of that name,
+   says so; a guess would turn an unknown header into a picture of a class of its own. */
+static bool csv_is_row(const dataset *d, const csv *c) {
+    const char *first = c->row.items[0];
+    int64_t i, number;
+    struct stat s;
+    char *path;
+    bool exists;
+
+    for (i = 0; i < c->row.count; i++)
+        if (cli_int_from_text(c->row.items[i], &number)) return true;
+    if (c->row.count == 2 && (!*first || !c->row.items[1][0])) return true; /* and a wrong one */
+    if (!*first) return false;
+    path = csv_resolve(d, c, first);
+    exists = !path || stat(path, &s) == 0;
+    free(path);
+    return exists;
+}
+
+/* What the first row is; false after the message. Of a row the columns stay as they are. */
+static bool csv_first_row(const dataset *d, csv *c, int64_t *path_column, int64_t *label_column) {
+    int64_t path, label;
+
+    if (d->no_header) return true;
+    csv_find_columns(c, &path, &label);
+    c->header = path >= 0 && label >= 0;
+    if (c->header) {
+        *path_column = path;
+        *label_column = label;
+    } else if (!csv_is_row(d, c)) {
+        snprintf(
+            c->why, sizeof c->why,
+            "%.200s: line %lld: there is no file '%.60s', and as a header it names no column of "
+            "%s%s%s; if it is a row, say --no-header",
+            c->path, (long long)c->line, c->row.items[0],
+            path < 0 ? "paths (" CSV_PATH_NAMES ")" : "", path < 0 && label < 0 ? " nor of " : "",
+            label < 0 ? "labels (" CSV_LABEL_NAMES ")" : "");
+    }
+    return !c->why[0];
+}
+
 static void csv_take_row(csv *c, dataset *d, tool_strings *labels, int64_t path_column,
                          int64_t label_column, int64_t columns) {
     const char *path, *label;
 
     if (c->row.count != columns) {
-        snprintf(c->why, sizeof c->why, "%s: line %lld: %lld columns where %lld are expected%s",
-                 c->path, (long long)c->line, (long long)c->row.count, (long long)columns,
-                 columns == 2 ? " (path,label)" : "");
+        snprintf(c->why, sizeof c->why, "%s: line %lld: %lld column%s where %lld are expected%s",
+                 c->path, (long long)c->line, (long long)c->row.count,
+                 cli_plural(c->row.count, "s"), (long long)columns,
+                 c->header ? "" : " (path,label)");
         return;
     }
     path = c->row.items[path_column];
@@ -444,15 +509,9 @@ static bool csv_read_rows(tool *t, csv *c, dataset *d, tool_strings *labels) {
     bool first = true;
 
     while (csv_next(c)) {
-        if (first && csv_header(c, &path_column, &label_column)) {
-            columns = c->row.count;
-        } else {
-            if (first) {
-                path_column = 0;
-                label_column = 1;
-            }
-            csv_take_row(c, d, labels, path_column, label_column, columns);
-        }
+        if (first && !csv_first_row(d, c, &path_column, &label_column)) break;
+        if (first && c->header) columns = c->row.count;
+        else csv_take_row(c, d, labels, path_column, label_column, columns);
         first = false;
         if (c->why[0]) break;
     }
@@ -521,6 +580,30 @@ static bool csv_label_names(tool *t, const csv *c, dataset *d, const tool_string
     return ok;
 }
 
+/* Is only the first label a name, and no header was seen? */
+static bool csv_may_be_header(const csv *c, const tool_strings *labels) {
+    int64_t i, number;
+
+    if (c->header || cli_int_from_text(labels->items[0], &number)) return false;
+    for (i = 1; i < labels->count; i++)
+        if (!cli_int_from_text(labels->items[i], &number)) return false;
+    return true;
+}
+
+/* labels->items[i] is a name where the first is a number, or the other way round. */
+static void csv_fail_mixture(tool *t, const csv *c, const dataset *d, const tool_strings *labels,
+                             int64_t i, bool numbers) {
+    long long first = (long long)d->samples[0].index;
+    char hint[64] = "";
+
+    if (csv_may_be_header(c, labels))
+        snprintf(hint, sizeof hint, "; is line %lld a header?", first);
+    tool_fail(t, "%s: line %lld: the label '%.80s' is %s, but '%.80s' in line %lld is %s%s",
+              c->path, (long long)d->samples[i].index, labels->items[i],
+              numbers ? "a name" : "a number", labels->items[0], first,
+              numbers ? "a number" : "a name", hint);
+}
+
 /* Labels are numbers from 0 if the first is one, else names; a mixture is an error, since either
    reading of it would be wrong for somebody. */
 static bool csv_set_labels(tool *t, const csv *c, dataset *d, const tool_strings *labels) {
@@ -531,9 +614,7 @@ static bool csv_set_labels(tool *t, const csv *c, dataset *d, const tool_strings
         long long line = (long long)d->samples[i].index;
 
         if (cli_int_from_text(labels->items[i], &number) != numbers) {
-            tool_fail(t, "%s: line %lld: the label '%s' is %s, but the first label, '%s', is %s",
-                      c->path, line, labels->items[i], numbers ? "a name" : "a number",
-                      labels->items[0], numbers ? "a number" : "a name");
+            csv_fail_mixture(t, c, d, labels, i, numbers);
             return false;
         }
         if (!numbers) continue;
@@ -557,14 +638,19 @@ static bool csv_list(tool *t, dataset *d, const char *path) {
     memset(&labels, 0, sizeof labels);
     memset(&text, 0, sizeof text);
     memset(&c, 0, sizeof c);
+    if (tool_refuse_dash(t, path)) return false;
     ok = tool_read_file(path, (size_t)1 << 30, &text, c.why);
-    if (!ok) tool_fail(t, "%s", c.why);
+    if (!ok) {
+        tool_fail(t, "%s", c.why);
+        tool_buffer_free(&text);
+        return false;
+    }
     c.path = path;
     c.p = (char *)text.data;
     c.end = c.p + text.size;
     c.next_line = 1;
     if (text.size >= 3 && !memcmp(c.p, byte_order_mark, 3)) c.p += 3;
-    ok = ok && csv_read_rows(t, &c, d, &labels) && csv_set_labels(t, &c, d, &labels);
+    ok = csv_read_rows(t, &c, d, &labels) && csv_set_labels(t, &c, d, &labels);
     tool_buffer_free(&text);
     tool_strings_free(&labels);
     return ok;
@@ -578,17 +664,20 @@ static void from_csv_body(tool *t, const cli_list *operands, void *user) {
 }
 
 static const char from_csv_about[] =
-    "Rows of path,label, with or without a header line that names these columns. A\n"
-    "label is a number from 0, or a name; paths begin where the CSV file stands.\n" BUILD_ABOUT;
+    "Rows of path,label, or under a header that names the columns: in any order, others\n"
+    "among them; the first of each kind counts, in capitals or not:\n"
+    "  " CSV_PATH_NAMES "\n"
+    "  " CSV_LABEL_NAMES "\n"
+    "A label is a number from 0, or a name; paths begin where the CSV file stands.\n" BUILD_ABOUT;
 
 static int command_from_csv(int argc, char **argv) {
-    cli_option options[DATASET_NUM_OPTIONS + 3];
+    cli_option options[DATASET_NUM_OPTIONS + 4];
     cli_command c = {"tfrecord from-csv",
                      "FILE OUT@N",
                      from_csv_about,
                      TOOL_VERSION,
                      options,
-                     DATASET_NUM_OPTIONS + 3,
+                     DATASET_NUM_OPTIONS + 4,
                      2,
                      2};
     dataset d;
@@ -599,7 +688,10 @@ static int command_from_csv(int argc, char **argv) {
     options[DATASET_NUM_OPTIONS] = skip_option(&d);
     options[DATASET_NUM_OPTIONS + 1] = classes_option(&d);
     options[DATASET_NUM_OPTIONS + 2] = cli_text("root", 0, &d.root, "DIR", "where paths begin");
-    code = tool_run(&c, argc, argv, &d.threads, from_csv_body, &d);
+    options[DATASET_NUM_OPTIONS + 3] =
+        cli_flag("no-header", 0, &d.no_header,
+                 "line 1 is a row of path,label, whatever it looks like");
+    code = tool_run(&c, argc, argv, &d.settings, from_csv_body, &d);
     dataset_free(&d);
     return code;
 }

@@ -114,7 +114,9 @@ typedef struct stats {
     bool json;
     int64_t top;
     /* results */
-    int64_t files[3]; /* by mpt_compression */
+    int64_t files[3];                     /* by mpt_compression */
+    int64_t streams;                      /* files of unknown size */
+    int64_t label_records, image_records; /* that have the feature */
     int64_t file_bytes, records, not_examples, images_unreadable;
     uint64_t bytes, min_bytes, max_bytes; /* of payloads */
     tally features, labels, formats, sizes;
@@ -151,6 +153,7 @@ static void stats_label(stats *s) {
     int64_t label;
     int n;
 
+    s->label_records += f != NULL;
     if (!f || f->count < 1) return;
     if (f->kind == MPT_FEATURE_INT64 && mpt_feature_int64s(f, 0, 1, &label) == MPT_OK) {
         n = snprintf(text, sizeof text, "%lld", (long long)label);
@@ -168,6 +171,7 @@ static void stats_image(tool *t, stats *s, const char *path, int64_t record) {
     char text[64];
     int n;
 
+    s->image_records += f != NULL;
     if (!f || f->kind != MPT_FEATURE_BYTES || mpt_feature_bytes(f, 0, 1, &picture)) return;
     memset(&info, 0, sizeof info);
     rc = mpt_image_probe(t->ctx, picture, &info);
@@ -216,7 +220,7 @@ static void stats_file(tool *t, stats *s, const char *path, cli_progress *progre
     int64_t before = s->file_bytes, size = tool_file_size(path);
     mpt_tfrecord *f = NULL;
     mpt_bytes payload;
-    mpt_result rc = tool_open(t->ctx, path, false, &f);
+    mpt_result rc = tool_open(t, path, &f);
 
     if (rc == MPT_OK) s->files[mpt_tfrecord_compression(f)]++;
     while (rc == MPT_OK) {
@@ -229,7 +233,8 @@ static void stats_file(tool *t, stats *s, const char *path, cli_progress *progre
     cli_progress_clear(progress);
     if (rc < 0) tool_fail(t, "%s", tool_error_text(t->ctx));
     mpt_tfrecord_close(f);
-    s->file_bytes += size;
+    if (size >= 0) s->file_bytes += size;
+    else if (rc == MPT_END) s->streams++;
     cli_progress_update(progress, s->file_bytes);
 }
 
@@ -268,21 +273,55 @@ static void stats_text_features(const stats *s) {
         printf("%*s %-6s values %lld", e->size < 26 ? 26 - (int)e->size : 0, "", kinds,
                (long long)e->min_values);
         if (e->max_values != e->min_values) printf("..%lld", (long long)e->max_values);
-        printf(", in %lld record%s\n", (long long)e->records, e->records == 1 ? "" : "s");
+        printf(", in %lld record%s\n", (long long)e->records, cli_plural(e->records, "s"));
     }
     if (i < s->features.count)
         printf("  ... %zu more (--top N shows more)\n", s->features.count - i);
     if (s->features.left_out) printf("  and names beyond %d\n", TALLY_MAX_KEYS);
 }
 
+/* A list that the user asked for by name does not stay away in silence. */
+static void stats_text_missing(const char *title, const char *key, int64_t records,
+                               const char *what) {
+    if (!key) return;
+    if (records == 0) printf("%-10s no record has the feature %s\n", title, key);
+    else printf("%-10s the feature %s holds no %s\n", title, key, what);
+}
+
+static void stats_text_lists(const stats *s) {
+    if (s->labels.count) {
+        printf("labels     %s: %zu different, %s..%s\n", s->label_key, s->labels.count,
+               s->labels.slots[0].key, s->labels.slots[s->labels.count - 1].key);
+        stats_text_tally(&s->labels, s->top);
+    } else {
+        stats_text_missing("labels", s->label_key, s->label_records, "value");
+    }
+    if (s->formats.count) {
+        printf("pictures   %s\n", s->image_key);
+        stats_text_tally(&s->formats, s->top);
+        printf("sizes      width x height x channels: %zu different\n", s->sizes.count);
+        stats_text_tally(&s->sizes, s->top);
+    } else if (!s->images_unreadable) {
+        stats_text_missing("pictures", s->image_key, s->image_records, "bytes");
+    }
+    if (s->images_unreadable) {
+        printf("unreadable %lld picture%s; the first: %s\n", (long long)s->images_unreadable,
+               cli_plural(s->images_unreadable, "s"), s->first_unreadable);
+    }
+}
+
 static void stats_text(const stats *s) {
     char size[24], mean[24], low[24], high[24];
 
-    printf("files      %lld plain, %lld gzip, %lld zlib; %s\n",
-           (long long)s->files[MPT_COMPRESSION_NONE], (long long)s->files[MPT_COMPRESSION_GZIP],
-           (long long)s->files[MPT_COMPRESSION_ZLIB], cli_human_bytes((double)s->file_bytes, size));
-    printf("records    %lld", (long long)s->records);
-    if (s->not_examples) printf(", of which %lld are no tf.Example", (long long)s->not_examples);
+    printf("files      %lld plain, %lld gzip, %lld zlib", (long long)s->files[MPT_COMPRESSION_NONE],
+           (long long)s->files[MPT_COMPRESSION_GZIP], (long long)s->files[MPT_COMPRESSION_ZLIB]);
+    if (s->file_bytes || !s->streams) printf("; %s", cli_human_bytes((double)s->file_bytes, size));
+    if (s->streams) printf("; %lld of unknown size", (long long)s->streams);
+    printf("\nrecords    %lld", (long long)s->records);
+    if (s->not_examples) {
+        printf(", of which %lld %s no tf.Example", (long long)s->not_examples,
+               s->not_examples == 1 ? "is" : "are");
+    }
     putchar('\n');
     if (s->records > 0) {
         printf("payload    %s mean, %s min, %s max\n",
@@ -291,21 +330,7 @@ static void stats_text(const stats *s) {
                cli_human_bytes((double)s->max_bytes, high));
     }
     if (s->features.count) stats_text_features(s);
-    if (s->labels.count) {
-        printf("labels     %s: %zu different, %s..%s\n", s->label_key, s->labels.count,
-               s->labels.slots[0].key, s->labels.slots[s->labels.count - 1].key);
-        stats_text_tally(&s->labels, s->top);
-    }
-    if (s->formats.count) {
-        printf("pictures   %s\n", s->image_key);
-        stats_text_tally(&s->formats, s->top);
-        printf("sizes      width x height x channels: %zu different\n", s->sizes.count);
-        stats_text_tally(&s->sizes, s->top);
-    }
-    if (s->images_unreadable) {
-        printf("unreadable %lld pictures; the first: %s\n", (long long)s->images_unreadable,
-               s->first_unreadable);
-    }
+    stats_text_lists(s);
 }
 
 static void stats_json_tally(const char *name, const tally *t) {
@@ -347,6 +372,7 @@ static void stats_json(const stats *s) {
     printf("{\"files\":{\"plain\":%lld,\"gzip\":%lld,\"zlib\":%lld},\"file_bytes\":%lld",
            (long long)s->files[MPT_COMPRESSION_NONE], (long long)s->files[MPT_COMPRESSION_GZIP],
            (long long)s->files[MPT_COMPRESSION_ZLIB], (long long)s->file_bytes);
+    printf(",\"files_of_unknown_size\":%lld", (long long)s->streams);
     printf(",\"records\":%lld,\"not_examples\":%lld", (long long)s->records,
            (long long)s->not_examples);
     printf(",\"payload_bytes\":{\"total\":%llu,\"min\":%llu,\"max\":%llu}",
@@ -354,8 +380,10 @@ static void stats_json(const stats *s) {
            (unsigned long long)s->max_bytes);
     stats_json_features(s);
     stats_json_key("label_key", s->label_key);
+    printf(",\"label_records\":%lld", (long long)s->label_records);
     stats_json_tally("labels", &s->labels);
     stats_json_key("image_key", s->image_key);
+    printf(",\"image_records\":%lld", (long long)s->image_records);
     stats_json_tally("image_formats", &s->formats);
     stats_json_tally("image_sizes", &s->sizes);
     printf(",\"images_unreadable\":%lld,\"left_out\":%lld}\n", (long long)s->images_unreadable,
@@ -391,8 +419,9 @@ static const char stats_about[] =
     "shown as stored (ImageNet's begin at 1).";
 
 static int command_stats(int argc, char **argv) {
-    cli_option options[4];
-    cli_command c = {"tfrecord stats", "FILE...", stats_about, TOOL_VERSION, options, 4, 1, -1};
+    cli_option options[5];
+    cli_command c = {"tfrecord stats", "FILE...", stats_about, TOOL_VERSION, options, 5, 1, -1};
+    tool_settings settings = tool_defaults();
     stats s;
 
     memset(&s, 0, sizeof s);
@@ -405,7 +434,8 @@ static int command_stats(int argc, char **argv) {
                              "image/encoded, image");
     options[2] = cli_int("top", 0, &s.top, 1, INT64_MAX, "N", "lines of each list");
     options[3] = cli_flag("json", 0, &s.json, "one JSON object, with whole lists");
-    return tool_run_files(&c, argc, argv, NULL, stats_files, &s);
+    options[4] = tool_max_record_option(&settings.max_record_bytes);
+    return tool_run_files(&c, argc, argv, &settings, stats_files, &s);
 }
 
 #endif /* TFRECORD_STATS_H */
