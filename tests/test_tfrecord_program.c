@@ -630,6 +630,11 @@ MPT_TEST(index_in_dali_form) {
     CHECK_FAILS(1, "f.idx", "cat f f >g; mv g f; $T index --check f");
     CHECK_RUNS("$T index f && $T index --check f && wc -l <f.idx");
     CHECK_CONTAINS(run_out, "6");
+    /* records 1 and 2 joined: the ends are right, the middle is not */
+    CHECK_FAILS(1, "f.idx: line 3: record 2 begins elsewhere",
+                "cp f.idx keep && (sed -n 1p keep; echo 16 35; sed -n '4,$p' keep) >f.idx; "
+                "$T index --check f");
+    CHECK_RUNS("mv keep f.idx");
     CHECK_FAILS(1, "gzip", "$T recompress f g --compression gzip >/dev/null; $T index g");
     CHECK_RUNS("$T merge f f h && $T index h && $T merge f h --force && $T index h --check || ls");
     CHECK(!strstr(run_out, "h.idx: 6 records, ok")); /* an old index does not outlive its file */
@@ -867,6 +872,8 @@ MPT_TEST(from_folder_takes_classes_in_order) {
     CHECK_EQ_STR(run_out, "g@1: 2 records, 1 class\n");
     CHECK_RUNS("mv single/dog in");
     CHECK_FAILS(1, "5 pictures can't fill 6 shards", "rm in/README; $T from-folder in f@6");
+    CHECK_FAILS(1, "can't hold a line break", "mv in/cat 'in/c\na'; $T from-folder in h@1");
+    CHECK_RUNS("! ls h* h-classes.txt");
 }
 
 MPT_TEST(from_folder_bad_pictures_fail_or_are_named) {

@@ -470,8 +470,22 @@ static bool build_write(tool *t, const dataset *d) {
     return !rc && !tool_signal;
 }
 
+/* The file of class names has one a line: a name with a line break would shift all behind it. */
+static bool classes_are_lines(tool *t, const tool_strings *classes) {
+    int64_t i;
+
+    for (i = 0; i < classes->count; i++) {
+        if (classes->items[i][strcspn(classes->items[i], "\r\n")] == 0) continue;
+        tool_fail(t, "class %lld, '%s': a class's name can't hold a line break: rename it",
+                  (long long)i, classes->items[i]);
+        return false;
+    }
+    return true;
+}
+
 /* The second half of every from- command: samples are listed, nothing is written yet. */
 static void build_dataset(tool *t, dataset *d) {
+    if (!classes_are_lines(t, &d->classes)) return;
     if (d->samples && d->samples[0].path && !check_pictures(t, d)) return;
     if (d->count < d->out.count) {
         tool_fail(t, "%lld picture%s can't fill %lld shard%s", (long long)d->count,

@@ -453,6 +453,28 @@ static int command_verify(int argc, char **argv) {
 }
 
 /* ---- index ----------------------------------------------------------------------------------- */
+
+/* Loading an index looks at its ends alone; this compares each line with the file's headers. */
+static bool index_agrees(tool *t, const mpt_tfrecord_desc *desc, const mpt_tfrecord_index *index,
+                         const char *name) {
+    mpt_tfrecord_index *real = NULL;
+    int64_t i = 0, n;
+
+    if (mpt_tfrecord_index_build(t->ctx, desc, &real)) {
+        tool_fail(t, "%s", tool_error_text(t->ctx));
+        return false;
+    }
+    n = index->num_records < real->num_records ? index->num_records : real->num_records;
+    while (i < n && index->offsets[i] == real->offsets[i]) i++;
+    if (i < n || index->num_records != real->num_records) {
+        tool_fail(t, "%s: line %lld: record %lld begins elsewhere: make the index anew", name,
+                  (long long)i + 1, (long long)i);
+        i = -1;
+    }
+    mpt_tfrecord_index_destroy(t->ctx, real);
+    return i >= 0;
+}
+
 static void index_file(tool *t, const char *path, bool check) {
     mpt_tfrecord_desc desc = tool_desc(t, path);
     mpt_tfrecord_index *index = NULL;
@@ -473,7 +495,7 @@ static void index_file(tool *t, const char *path, bool check) {
     if (rc == MPT_OK && !check) rc = mpt_tfrecord_index_save(t->ctx, index, NULL, name);
     errno = 0;
     if (rc) tool_fail(t, "%s", tool_error_text(t->ctx));
-    else
+    else if (!check || index_agrees(t, &desc, index, name))
         printf("%s: %lld record%s%s\n", name, (long long)index->num_records,
                cli_plural(index->num_records, "s"), check ? ", ok" : "");
     mpt_tfrecord_index_destroy(t->ctx, index);
