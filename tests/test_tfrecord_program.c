@@ -546,8 +546,8 @@ MPT_TEST(a_dash_is_no_stream) {
                                         "stats -",
                                         "index -",
                                         "merge f - m",
-                                        "recompress - r "
-                                        "-c none",
+                                        ("recompress - r "
+                                         "-c none"),
                                         "split - s@2",
                                         "from-idx - x d@1",
                                         "from-csv - d@1"};
