@@ -6260,6 +6260,7 @@ static bool mpti_lane_deal_item(mpt_loader *ld, mpti_lane *lane, const mpti_item
     mpti_sample *sample;
 
     if (lane->dealt - lane->delivered == lane->ring && !mpti_lane_grow_ring(ld, lane)) return false;
+    MPT_ASSERT(item->bad || lane->num_free > 0);
     sample = mpti_lane_sample(lane, lane->dealt);
     sample->item = *item;
     sample->label = -1;
@@ -6737,6 +6738,7 @@ static int mpti_lane_gather(mpt_loader *ld, mpti_lane *lane, mpti_job *job) {
         n++;
     }
     lane->num_ready -= n;
+    MPT_ASSERT(lane->num_ready >= 0 && lane->collated <= lane->resolved);
     return n;
 }
 
@@ -6746,6 +6748,7 @@ static void mpti_finish_collate(mpt_loader *ld, mpti_job *job) {
     int i;
 
     for (i = 0; i < job->count; i++) lane->free_pixels[lane->num_free++] = lane->gathered[i].pixels;
+    MPT_ASSERT(lane->num_free <= lane->num_pixels);
     batch->upto[job->lane_index] = lane->collated;
     batch->lanes_done++;
     lane->collating = false;
@@ -7031,6 +7034,7 @@ static void mpti_loader_hand_over(mpt_loader *ld, const mpti_loader_batch *batch
     int i;
 
     for (i = 0; i < ld->num_lanes; i++) {
+        MPT_ASSERT(ld->lanes[i].delivered <= batch->upto[i]);
         ld->lanes[i].delivered = batch->upto[i];
         mpti_lane_deal(ld, &ld->lanes[i]);
     }

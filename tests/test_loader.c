@@ -3,6 +3,7 @@
 
    Most data sets here are made of tiny raw pictures (2 x 2 gray) whose four pixels spell the
    record's number, so that a batch tells which records are in it. */
+#define MPT_ASSERT(condition) ((condition) ? (void)0 : abort())
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
 
