@@ -2059,6 +2059,7 @@ static mpt_result mpti_output_create(mpti_output *o, mpt_error *err) {
 
 static mpt_result mpti_output_open(const mpt_allocator *allocator, const mpt_io *io,
                                    const char *path, mpt_error *err, mpti_output *o) {
+    struct stat status;
     mpt_result rc;
 
     memset(o, 0, sizeof *o);
@@ -2071,7 +2072,9 @@ static mpt_result mpti_output_open(const mpt_allocator *allocator, const mpt_io 
     o->temporary_bytes = strlen(path) + 48; /* two numbers of at most 20 digits, 6 more, the end */
     o->temporary = (char *)mpti_alloc(allocator, o->temporary_bytes);
     o->buffer = (uint8_t *)mpti_alloc(allocator, MPTI_OUTPUT_BUFFER);
-    if (o->path && o->temporary && o->buffer) rc = mpti_output_create(o, err);
+    if (io == mpt_io_files() && stat(path, &status) == 0 && S_ISDIR(status.st_mode))
+        rc = mpti_io_fail(err, MPT_ERR_IO, EISDIR, path, "write it", io, NULL); /* not at the end */
+    else if (o->path && o->temporary && o->buffer) rc = mpti_output_create(o, err);
     else
         rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory to write it",
                        mpti_path_tail(path));

@@ -1477,6 +1477,19 @@ static void count_name(const char *path, void *arg) {
     ++*(int *)arg;
 }
 
+MPT_TEST(a_directory_is_refused_before_the_work) {
+    mpt_ctx *ctx = NULL;
+    mpt_tfrecord_writer_desc d;
+    mpt_tfrecord_writer *w = NULL;
+    CHECK_OK(NULL, mpt_ctx_create(NULL, &ctx));
+    memset(&d, 0, sizeof d);
+    d.path = mpt_test_tmpdir();
+    CHECK_RESULT(ctx, mpt_tfrecord_writer_open(ctx, &d, &w), MPT_ERR_IO);
+    CHECK_CONTAINS(mpt_last_error(ctx)->message, "it is a directory");
+    CHECK(w == NULL);
+    mpt_ctx_destroy(ctx);
+}
+
 /* On a disk: a writer that is closed early leaves nothing; one that is killed never leaves a file
    under the name itself, and a second writer of that name is not in its way. */
 MPT_TEST(killed_writers_leave_no_file_under_the_name) {
@@ -1809,6 +1822,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(o05_bytes_of_a_record),
     MPT_TEST_CASE(writing_is_all_or_nothing),
     MPT_TEST_CASE(a_writer_that_has_failed_takes_no_more),
+    MPT_TEST_CASE(a_directory_is_refused_before_the_work),
     MPT_TEST_CASE(killed_writers_leave_no_file_under_the_name),
     MPT_TEST_CASE(index_is_built_saved_and_loaded),
     MPT_TEST_CASE(index_that_does_not_fit_is_refused),
