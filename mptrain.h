@@ -794,6 +794,11 @@ static const char *mpti_path_tail(const char *path) {
     return n > limit ? path + (n - limit) : path;
 }
 
+static const char *mpti_base_name(const char *path) { /* without its folders */
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
 /* strerror is not safe between threads, strerror_r has two shapes: these few texts are ours. */
 static const char *mpti_errno_text(int number) {
     switch (number) {
@@ -5463,9 +5468,8 @@ static bool mpti_ends_with(const char *text, const char *end) {
 /* Of a directory only names that look like TFRecord shards are taken: its other files (indexes,
    dataset_info.json, class lists) are no records. */
 static bool mpti_is_shard_name(const char *path) {
-    const char *name = strrchr(path, '/');
+    const char *name = mpti_base_name(path);
 
-    name = name ? name + 1 : path;
     if (name[0] == '.' || mpti_ends_with(name, ".idx") || mpti_ends_with(name, ".json") ||
         mpti_ends_with(name, ".txt"))
         return false;
@@ -5704,8 +5708,7 @@ static void mpti_apply_shard_lengths(mpt_loader *ld, const char *split, const in
 
     snprintf(marker, sizeof marker, "-%s.", split);
     for (i = 0; i < ld->num_files; i++) {
-        const char *name = strrchr(ld->files[i], '/');
-        name = name ? name + 1 : ld->files[i];
+        const char *name = mpti_base_name(ld->files[i]);
         if (mpti_parse_shard_name(ld->files[i], &prefix, &number, &total) && total == n &&
             number < n && strstr(name, marker) && lengths[number] >= 0 &&
             lengths[number] < MPTI_MAX_RECORDS)
@@ -7435,8 +7438,7 @@ static void mpti_state_fields(const mpt_loader *ld, mpti_state_field out[MPTI_ST
     int i;
 
     for (i = 0; i < ld->num_files && ld->files; i++) { /* names without folders: data may move */
-        const char *name = strrchr(ld->files[i], '/');
-        name = name ? name + 1 : ld->files[i];
+        const char *name = mpti_base_name(ld->files[i]);
         crc = mpt_crc32c(crc, name, strlen(name) + 1);
     }
     for (i = 0; i < MPTI_STATE_FIELDS; i++) out[i].name = names[i];
