@@ -3072,15 +3072,19 @@ MPT_API mpt_result mpt_tfrecord_writer_open(mpt_ctx *ctx, const mpt_tfrecord_wri
     return mpti_report(ctx, rc);
 }
 
+static mpt_result mpti_writer_check_open(mpt_tfrecord_writer *w) {
+    if (!w->closed) return MPT_OK;
+    return MPTI_FAIL(&w->ctx->error, MPT_ERR_INVALID_STATE, "%s: the writer %s",
+                     mpti_path_tail(w->output.path), w->closed);
+}
+
 MPT_API mpt_result mpt_tfrecord_writer_write(mpt_tfrecord_writer *w, mpt_bytes record) {
     uint8_t head[MPTI_HEADER_BYTES], foot[MPTI_FOOTER_BYTES];
     mpt_result rc;
 
     if (!w || (!record.data && record.size > 0)) return MPT_ERR_INVALID_ARGUMENT;
-    if (w->closed)
-        return mpti_report(w->ctx,
-                           MPTI_FAIL(&w->ctx->error, MPT_ERR_INVALID_STATE, "%s: the writer %s",
-                                     mpti_path_tail(w->output.path), w->closed));
+    rc = mpti_writer_check_open(w);
+    if (rc) return mpti_report(w->ctx, rc);
     if (record.size > w->max_record_bytes)
         return mpti_report(
             w->ctx,
@@ -3103,10 +3107,8 @@ MPT_API mpt_result mpt_tfrecord_writer_finish(mpt_tfrecord_writer *w) {
     mpt_result rc;
 
     if (!w) return MPT_ERR_INVALID_ARGUMENT;
-    if (w->closed)
-        return mpti_report(w->ctx,
-                           MPTI_FAIL(&w->ctx->error, MPT_ERR_INVALID_STATE, "%s: the writer %s",
-                                     mpti_path_tail(w->output.path), w->closed));
+    rc = mpti_writer_check_open(w);
+    if (rc) return mpti_report(w->ctx, rc);
     rc = mpti_writer_emit(w, NULL, 0, true);
     if (rc == MPT_OK) rc = mpti_output_finish(&w->output, &w->ctx->error);
     w->closed = rc ? "has failed: close it" : "is finished";
@@ -3130,9 +3132,12 @@ static void mpti_index_destroy(const mpt_allocator *allocator, mpt_tfrecord_inde
 
 static mpt_result mpti_index_add(mpti_index *index, const mpt_tfrecord *f, uint64_t offset,
                                  mpt_error *err) {
-    if (mpti_buffer_append(&index->offsets, &offset, sizeof offset)) return MPT_OK;
-    return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for its index",
-                     mpti_path_tail(f->path));
+    if (!mpti_buffer_append(&index->offsets, &offset, sizeof offset))
+        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for its index",
+                         mpti_path_tail(f->path));
+    index->view.offsets = (const uint64_t *)(const void *)index->offsets.data;
+    index->view.num_records = (int64_t)(index->offsets.size / sizeof offset) - 1;
+    return MPT_OK;
 }
 
 /* Header by header; the reader passes over payloads. */
@@ -3203,9 +3208,10 @@ static mpt_result mpti_index_probe(mpt_tfrecord *f, int64_t record, uint64_t beg
 }
 
 /* The first and the last record must be where the index says, and the file must end behind it. */
-static mpt_result mpti_index_check(const uint64_t *offsets, int64_t num_records, mpt_tfrecord *f,
+static mpt_result mpti_index_check(const mpt_tfrecord_index *index, mpt_tfrecord *f,
                                    const char *path, mpt_error *err) {
-    int64_t last = num_records - 1;
+    const uint64_t *offsets = index->offsets;
+    int64_t num_records = index->num_records, last = num_records - 1;
     mpt_result rc = MPT_OK;
 
     if (num_records > 0) rc = mpti_index_probe(f, 0, offsets[0], offsets[1]);
@@ -3238,9 +3244,7 @@ static mpt_result mpti_index_read(mpti_index *index, mpt_tfrecord *f, mpt_error 
         limit = (size_t)f->file.size * 3 + 64;
     rc = mpti_file_load(f->desc.io, path, limit, err, &text);
     if (rc == MPT_OK) rc = mpti_index_parse(index, f, path, &text, err);
-    if (rc == MPT_OK)
-        rc = mpti_index_check((const uint64_t *)(const void *)index->offsets.data,
-                              (int64_t)(index->offsets.size / sizeof(uint64_t)) - 1, f, path, err);
+    if (rc == MPT_OK) rc = mpti_index_check(&index->view, f, path, err);
     mpti_buffer_free(&text);
     mpti_free(allocator, path, path_bytes);
     return rc;
@@ -3265,8 +3269,6 @@ static mpt_result mpti_index_make(const mpt_allocator *allocator, const mpt_tfre
         mpti_index_destroy(allocator, &index->view);
         return rc;
     }
-    index->view.offsets = (const uint64_t *)(const void *)index->offsets.data;
-    index->view.num_records = (int64_t)(index->offsets.size / sizeof(uint64_t)) - 1;
     *out = &index->view;
     return MPT_OK;
 }
@@ -5401,8 +5403,8 @@ struct mpt_loader {
     int64_t taken, released; /* batches the caller got since the start or restore, and gave back */
     int64_t ended_num_bad;   /* records left out in the epoch before */
     bool restored;           /* in the middle of this epoch: its records can't be counted */
-    int64_t num_valid, num_bad; /* records delivered and left out in this epoch */
-    bool failed;                /* for good; error tells why */
+    int64_t num_bad;         /* records left out in this epoch */
+    bool failed;             /* for good; error tells why */
     mpt_error error;
     mpti_buffer state;
 
@@ -5434,8 +5436,7 @@ static void mpti_item_drop(const mpt_allocator *a, mpti_item *item) {
 }
 
 /* Turns an item into a bad one. False: no memory even for that. */
-static bool mpti_item_fail(const mpt_allocator *a, mpti_item *item, const mpt_error *error,
-                           bool fatal) {
+static bool mpti_item_fail(const mpt_allocator *a, mpti_item *item, const mpt_error *error) {
     mpti_bad *bad = (mpti_bad *)mpti_calloc(a, 1, sizeof *bad);
 
     if (!bad) return false;
@@ -5443,7 +5444,7 @@ static bool mpti_item_fail(const mpt_allocator *a, mpti_item *item, const mpt_er
     bad->file = item->file;
     bad->record = item->record;
     bad->offset = item->offset;
-    bad->fatal = fatal || error->code != MPT_ERR_CORRUPT_DATA;
+    bad->fatal = error->code != MPT_ERR_CORRUPT_DATA;
     mpti_block_release(item->block);
     item->block = NULL;
     item->payload.data = NULL;
@@ -6140,7 +6141,7 @@ static mpt_result mpti_stream_read(mpt_loader *ld, const mpti_segment *segment, 
         mpti_block_retain(item->block);
         return MPT_OK;
     }
-    if (!mpti_item_fail(&ld->allocator, item, &error, false)) return MPT_ERR_OUT_OF_MEMORY;
+    if (!mpti_item_fail(&ld->allocator, item, &error)) return MPT_ERR_OUT_OF_MEMORY;
     item->bad->rest_of_file = !resume || skip_file;
     return MPT_OK;
 }
@@ -6534,7 +6535,7 @@ static bool mpti_loader_decode(mpt_loader *ld, int64_t epoch, mpti_sample *sampl
     if (rc == MPT_ERR_UNSUPPORTED)
         rc = MPT_ERR_CORRUPT_DATA; /* a GIF among JPEGs is one bad record */
     mpti_item_error(ld, item, rc, &error);
-    return mpti_item_fail(&ld->allocator, item, &error, false);
+    return mpti_item_fail(&ld->allocator, item, &error);
 }
 
 /* ---- collating: samples become a lane's part of a batch -----------------------------------------
@@ -6877,7 +6878,7 @@ static void mpti_loader_reset(mpt_loader *ld) {
     for (i = 0; i < ld->num_lanes && ld->lanes; i++) mpti_lane_reset(ld, &ld->lanes[i]);
     for (i = 0; i < 2; i++) mpti_loader_reset_batch(ld, &ld->batches[i]);
     ld->released = ld->taken = 0;
-    ld->index = ld->num_valid = ld->num_bad = 0;
+    ld->index = ld->num_bad = 0;
     ld->restored = false;
 }
 
@@ -7283,8 +7284,7 @@ MPT_API void mpt_loader_destroy(mpt_loader *ld) {
     mpti_cond_wake_all(&ld->work);
     mpti_mutex_unlock(&ld->lock);
     for (i = 0; i < ld->num_threads; i++) mpti_thread_join(ld->threads[i]);
-    for (i = 0; i < ld->num_lanes && ld->lanes; i++) mpti_lane_reset(ld, &ld->lanes[i]);
-    for (i = 0; i < 2; i++) mpti_loader_reset_batch(ld, &ld->batches[i]);
+    mpti_loader_reset(ld);
     for (i = 0; i < ld->num_files && ld->indexes; i++) mpti_index_destroy(&a, ld->indexes[i]);
     for (i = 0; i < ld->num_files && ld->files; i++) mpti_strfree(&a, ld->files[i]);
     mpti_strfree(&a, ld->image_key);
