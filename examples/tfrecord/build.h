@@ -32,12 +32,6 @@ typedef struct dataset {
     const char *classes_file, *root; /* not every command has them */
 } dataset;
 
-static void dataset_init(dataset *d) {
-    memset(d, 0, sizeof *d);
-    d->settings = tool_defaults();
-    d->settings.threads = 0;
-}
-
 static void dataset_free(dataset *d) {
     int64_t i;
 
@@ -70,7 +64,11 @@ static bool dataset_add(dataset *d, char *path, int64_t index, int64_t label) { 
 
 enum { DATASET_NUM_OPTIONS = OUTPUT_NUM_OPTIONS + 4 };
 
-static void dataset_options(dataset *d, cli_option options[DATASET_NUM_OPTIONS]) {
+/* An empty one, and the first options of the command that fills it. */
+static void dataset_init(dataset *d, cli_option options[DATASET_NUM_OPTIONS]) {
+    memset(d, 0, sizeof *d);
+    d->settings = tool_defaults();
+    d->settings.threads = 0;
     options[0] = cli_choice("schema", 0, &d->schema, "imagenet|tfds",
                             "imagenet: image/encoded, image/class/label from 1, and more; "
                             "tfds: image, label from 0, file_name");
@@ -80,23 +78,23 @@ static void dataset_options(dataset *d, cli_option options[DATASET_NUM_OPTIONS])
     output_options(&d->out, options + 4);
 }
 
+/* Runs that command, and frees the data set. */
+static int dataset_run(dataset *d, const cli_command *c, int argc, char **argv, tool_body body) {
+    int code = tool_run(c, argc, argv, &d->settings, body, d);
+
+    dataset_free(d);
+    return code;
+}
+
 /* ---- class names ----------------------------------------------------------------------------- */
 /* A name a line; the empty last one does not count. */
 static bool classes_read(tool *t, const char *path, tool_strings *classes) {
     tool_buffer text;
-    char why[600];
     const char *p, *end, *line_end;
     size_t n;
-    bool ok;
+    bool ok = true;
 
-    if (tool_refuse_dash(t, path)) return false;
-    memset(&text, 0, sizeof text);
-    ok = tool_read_file(path, 64 << 20, &text, why);
-    if (!ok) {
-        tool_fail(t, "%s", why);
-        tool_buffer_free(&text);
-        return false;
-    }
+    if (!tool_load_file(t, path, 64 << 20, &text)) return false;
     p = (const char *)text.data;
     end = p + text.size;
     while (ok && p < end) {
@@ -189,14 +187,11 @@ static mpt_result check_chunk(int64_t chunk, void *user) {
     check_job *job = (check_job *)user;
     int64_t i, end = (chunk + 1) * BUILD_CHECK_CHUNK, bad = 0, start = chunk * BUILD_CHECK_CHUNK;
     tool_buffer buffer;
-    mpt_ctx_desc desc;
     mpt_ctx *ctx = NULL;
 
     memset(&buffer, 0, sizeof buffer);
-    memset(&desc, 0, sizeof desc);
-    desc.num_threads = 1;
     if (end > job->d->count) end = job->d->count;
-    if (mpt_ctx_create(&desc, &ctx)) return MPT_ERR_OUT_OF_MEMORY;
+    if (tool_make_ctx(1, &ctx)) return MPT_ERR_OUT_OF_MEMORY;
     for (i = start; i < end && !tool_signal; i++) {
         job->errors[i] = check_picture(ctx, job->d->samples[i].path, &buffer);
         bad += job->errors[i] != NULL;
@@ -430,13 +425,10 @@ static mpt_result build_shard(build_job *job, int64_t shard, build_worker *w) {
 static mpt_result build_chunk(int64_t shard, void *user) {
     build_job *job = (build_job *)user;
     build_worker w;
-    mpt_ctx_desc desc;
     mpt_result rc;
 
     memset(&w, 0, sizeof w);
-    memset(&desc, 0, sizeof desc);
-    desc.num_threads = 1;
-    rc = mpt_ctx_create(&desc, &w.ctx);
+    rc = tool_make_ctx(1, &w.ctx);
     if (rc) snprintf(w.why, sizeof w.why, "no memory");
     else rc = build_shard(job, shard, &w);
     mpt_tfrecord_writer_close(w.writer);

@@ -27,32 +27,47 @@ static const char *tool_error_text(const mpt_ctx *ctx) {
     return mpt_last_error(ctx)->message;
 }
 
-/* One line on stderr; the command goes on, but ends with 1. */
-__attribute__((format(printf, 2, 3))) static int tool_fail(tool *t, const char *format, ...) {
+/* One line on stderr; the command goes on, but ends with this status. */
+__attribute__((format(printf, 3, 0))) static int tool_report(tool *t, int status,
+                                                             const char *format, va_list args) {
     char text[1024];
+
+    vsnprintf(text, sizeof text, format, args);
+    t->status = status;
+    return cli_error(t->name, status, "%s", text);
+}
+
+/* What went wrong: exit code 1. */
+__attribute__((format(printf, 2, 3))) static int tool_fail(tool *t, const char *format, ...) {
     va_list args;
+    int status;
 
     va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    status = tool_report(t, CLI_EXIT_FAILURE, format, args);
     va_end(args);
-    t->status = CLI_EXIT_FAILURE;
-    return cli_error(t->name, CLI_EXIT_FAILURE, "%s", text);
+    return status;
 }
 
 static int tool_fail_memory(tool *t) {
     return tool_fail(t, "no memory");
 }
 
-/* The same for what the user typed wrong: exit code 2. */
+/* What the user typed wrong: exit code 2. */
 __attribute__((format(printf, 2, 3))) static int tool_usage(tool *t, const char *format, ...) {
-    char text[1024];
     va_list args;
+    int status;
 
     va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
+    status = tool_report(t, CLI_EXIT_USAGE, format, args);
     va_end(args);
-    t->status = CLI_EXIT_USAGE;
-    return cli_error(t->name, CLI_EXIT_USAGE, "%s", text);
+    return status;
+}
+
+static bool tool_refuse_dash(tool *t, const char *word) {
+    bool dash = cli_refuse_dash(t->name, word);
+
+    if (dash) t->status = CLI_EXIT_FAILURE;
+    return dash;
 }
 
 static volatile sig_atomic_t tool_signal; /* number of the signal that asked for the end; 0: none */
@@ -108,15 +123,20 @@ static tool_settings tool_defaults(void) {
     return s;
 }
 
-static int tool_begin(tool *t, const char *name, const tool_settings *settings) {
+/* threads 1: for one chunk of mpt_parallel_for, since a context is one thread's at a time. */
+static mpt_result tool_make_ctx(int64_t threads, mpt_ctx **out) {
     mpt_ctx_desc desc;
 
-    memset(t, 0, sizeof *t);
     memset(&desc, 0, sizeof desc);
+    desc.num_threads = (int)threads;
+    return mpt_ctx_create(&desc, out);
+}
+
+static int tool_begin(tool *t, const char *name, const tool_settings *settings) {
+    memset(t, 0, sizeof *t);
     t->name = name;
     t->max_record_bytes = settings->max_record_bytes;
-    desc.num_threads = (int)settings->threads;
-    if (mpt_ctx_create(&desc, &t->ctx)) return tool_fail_memory(t);
+    if (tool_make_ctx(settings->threads, &t->ctx)) return tool_fail_memory(t);
     return CLI_EXIT_OK;
 }
 
@@ -254,6 +274,18 @@ static bool tool_read_file(const char *path, size_t limit, tool_buffer *out, cha
     return !why[0];
 }
 
+/* The same for a file that the command line names: a failure is told, and `out` is empty. */
+static bool tool_load_file(tool *t, const char *path, size_t limit, tool_buffer *out) {
+    char why[600];
+
+    memset(out, 0, sizeof *out);
+    if (tool_refuse_dash(t, path)) return false;
+    if (tool_read_file(path, limit, out, why)) return true;
+    tool_fail(t, "%s", why);
+    tool_buffer_free(out);
+    return false;
+}
+
 /* ---- lists of files -------------------------------------------------------------------------- */
 /* Takes apart name@N; false if the text is none. */
 static bool tool_split_at(const char *text, size_t *prefix, int64_t *count) {
@@ -341,13 +373,6 @@ static void tool_leave_out_companions(tool *t, tool_strings *files) {
         free(files->items[i]);
     }
     files->count = kept;
-}
-
-static bool tool_refuse_dash(tool *t, const char *word) {
-    bool dash = cli_refuse_dash(t->name, word);
-
-    if (dash) t->status = CLI_EXIT_FAILURE;
-    return dash;
 }
 
 /* Names, quoted patterns and name@N to files. Something wrong is reported, the rest stays. */

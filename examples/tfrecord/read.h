@@ -399,13 +399,10 @@ static void verify_read(verify_job *job, mpt_ctx *ctx, const char *path, verify_
 static mpt_result verify_chunk(int64_t i, void *user) {
     verify_job *job = (verify_job *)user;
     verify_result result;
-    mpt_ctx_desc desc;
     mpt_ctx *ctx = NULL;
 
     memset(&result, 0, sizeof result);
-    memset(&desc, 0, sizeof desc);
-    desc.num_threads = 1;
-    if (mpt_ctx_create(&desc, &ctx)) return MPT_ERR_OUT_OF_MEMORY;
+    if (tool_make_ctx(1, &ctx)) return MPT_ERR_OUT_OF_MEMORY;
     verify_read(job, ctx, job->files->items[i], &result);
     mpt_ctx_destroy(ctx);
     verify_finish(job, i, &result);

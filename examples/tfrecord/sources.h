@@ -201,14 +201,10 @@ static int command_from_idx(int argc, char **argv) {
                      3,
                      3};
     dataset d;
-    int code;
 
-    dataset_init(&d);
-    dataset_options(&d, options);
+    dataset_init(&d, options);
     options[DATASET_NUM_OPTIONS] = classes_option(&d);
-    code = tool_run(&c, argc, argv, &d.settings, from_idx_body, &d);
-    dataset_free(&d);
-    return code;
+    return dataset_run(&d, &c, argc, argv, from_idx_body);
 }
 
 /* ---- from-folder ----------------------------------------------------------------------------- */
@@ -326,14 +322,10 @@ static int command_from_folder(int argc, char **argv) {
                      2,
                      2};
     dataset d;
-    int code;
 
-    dataset_init(&d);
-    dataset_options(&d, options);
+    dataset_init(&d, options);
     options[DATASET_NUM_OPTIONS] = skip_option(&d);
-    code = tool_run(&c, argc, argv, &d.settings, from_folder_body, &d);
-    dataset_free(&d);
-    return code;
+    return dataset_run(&d, &c, argc, argv, from_folder_body);
 }
 
 /* ---- from-csv ----------------------------------------------------------------------------------
@@ -636,15 +628,8 @@ static bool csv_list(tool *t, dataset *d, const char *path) {
     bool ok;
 
     memset(&labels, 0, sizeof labels);
-    memset(&text, 0, sizeof text);
     memset(&c, 0, sizeof c);
-    if (tool_refuse_dash(t, path)) return false;
-    ok = tool_read_file(path, (size_t)1 << 30, &text, c.why);
-    if (!ok) {
-        tool_fail(t, "%s", c.why);
-        tool_buffer_free(&text);
-        return false;
-    }
+    if (!tool_load_file(t, path, (size_t)1 << 30, &text)) return false;
     c.path = path;
     c.p = (char *)text.data;
     c.end = c.p + text.size;
@@ -681,19 +666,15 @@ static int command_from_csv(int argc, char **argv) {
                      2,
                      2};
     dataset d;
-    int code;
 
-    dataset_init(&d);
-    dataset_options(&d, options);
+    dataset_init(&d, options);
     options[DATASET_NUM_OPTIONS] = skip_option(&d);
     options[DATASET_NUM_OPTIONS + 1] = classes_option(&d);
     options[DATASET_NUM_OPTIONS + 2] = cli_text("root", 0, &d.root, "DIR", "where paths begin");
     options[DATASET_NUM_OPTIONS + 3] =
         cli_flag("no-header", 0, &d.no_header,
                  "line 1 is a row of path,label, whatever it looks like");
-    code = tool_run(&c, argc, argv, &d.settings, from_csv_body, &d);
-    dataset_free(&d);
-    return code;
+    return dataset_run(&d, &c, argc, argv, from_csv_body);
 }
 
 #endif /* TFRECORD_SOURCES_H */
