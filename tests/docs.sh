@@ -3,6 +3,7 @@
 # Needs the programs in build/. One line a check: "ok ...", "FAIL ...: what". Exit 1 if one failed.
 set -u
 cd "$(dirname "$0")/.." || exit 1
+. tests/checks.sh
 
 CC=${CC:-cc}
 programs=${MPT_TEST_BUILD:-build}
@@ -73,13 +74,4 @@ check_clean() {
     same "make clean removes BUILD if it is one" "theirs" "$(cd "$work" && ls -d ours theirs 2>&-)"
 }
 
-{
-    check_session
-    check_program
-    check_lessons
-    check_clean
-} | tee "$work/lines"
-count() { grep -c "^$1 " "$work/lines"; }
-failed=$(count FAIL)
-echo "# totals $(count ok) passed, $failed failed, 0 skipped"
-[ "$failed" = 0 ]
+run_checks check_session check_program check_lessons check_clean

@@ -4,6 +4,7 @@
 # One line a check: "ok ...", "FAIL ... where: what", "SKIP ...: why". Exit 1 if one failed.
 set -u
 cd "$(dirname "$0")/.." || exit 1
+. tests/checks.sh
 
 CC=${CC:-cc}
 work=$(mktemp -d "${TMPDIR:-/tmp}/mptrain-style.XXXXXX") || exit 1
@@ -63,12 +64,6 @@ check_layout() {
             sed -n 's/^\([^:]*:[0-9]*\):.*clang-formatted.*/\1/p' | sort -u -t: -k1,1)"
 }
 
-{
-    python3 tests/style.py
-    check_symbols
-    check_layout
-} | tee "$work/lines"
-count() { grep -c "^$1 " "$work/lines"; }
-failed=$(count FAIL)
-echo "# totals $(count ok) passed, $failed failed, $(count SKIP) skipped"
-[ "$failed" = 0 ]
+check_text() { python3 tests/style.py; }
+
+run_checks check_text check_symbols check_layout
