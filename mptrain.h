@@ -58,6 +58,9 @@
  *   >>api-core    Version, results, errors, hooks, context
  *   >>api-tensor  Tensors: a view of numbers
  *   >>api-data    Storage, records, tf.Example, pictures, batches
+ *   >>api-model   Models: a list of layers
+ *   >>api-train   Training: optimizer, loss scaling, the trainer, its state
+ *   >>api-backend Operators: the table behind every layer
  *
  *   III  Implementation
  *   >>base        1 Foundations: errors, memory, random numbers, threads
@@ -68,6 +71,15 @@
  *   >>dataset     3.2 Data sets: which files, how many records, who reads which
  *   >>loader      3.3 Loading: from segments to batches
  *   >>position    3.4 Position: where a loader stands, saved and restored
+ *   >>tensor      4 Tensors: arenas
+ *   >>cpu         5 CPU ops: convolution, dense, batch norm, pools, dropout, softmax cross entropy
+ *   >>layers      7 Layers: shapes and parameters, one step forward, one step backward
+ *   >>model       8 Model: a list of layers, finished and laid out; the zoo
+ *   >>optim       9 Loss and optimizer
+ *   >>scaler      10 Loss scaling
+ *   >>train       12.1 Trainer: the plan, microbatches, the step, evaluation
+ *   >>safetensors 12.2 Files of tensors: SHA-256, JSON, safetensors
+ *   >>state       12.3 State: hash, export and import, checkpoints
  */
 
 /* =================================================================================================
@@ -277,6 +289,24 @@ typedef struct mpt_tensor { /* a view; owns nothing */
     int32_t num_dims;
     mpt_dtype dtype;
 } mpt_tensor;
+
+/* An arena: memory taken once, handed out front to back, given back from the end. Usable alone. */
+typedef struct mpt_arena mpt_arena;
+typedef struct mpt_arena_desc {
+    size_t capacity_bytes; /* required */
+    size_t alignment;      /* of each tensor, a power of two; default: 64 */
+    const char *purpose;   /* for messages, static text: "activations"; default: "an arena" */
+} mpt_arena_desc;
+MPT_API MPT_CHECKED mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc,
+                                                mpt_arena **out);
+/* A tensor of zeros; dims [num_dims], num_dims 0 .. MPT_MAX_DIMS. MPT_ERR_OUT_OF_MEMORY, naming the
+   purpose and both sizes, if the rest of the arena is too small. */
+MPT_API MPT_CHECKED mpt_result mpt_arena_tensor(mpt_arena *a, mpt_dtype dtype, const int64_t *dims,
+                                                int num_dims, mpt_tensor *out);
+MPT_API size_t mpt_arena_mark(const mpt_arena *a); /* bytes handed out so far */
+/* Takes back all that was handed out after the mark. */
+MPT_API void mpt_arena_release(mpt_arena *a, size_t mark);
+MPT_API void mpt_arena_destroy(mpt_arena *a);
 
 MPT_API uint16_t mpt_f32_to_f16(float x);  /* round to nearest even; too large: infinity */
 MPT_API float mpt_f16_to_f32(uint16_t h);  /* exact */
@@ -638,6 +668,694 @@ MPT_API MPT_CHECKED mpt_result mpt_loader_get_state(mpt_loader *ld, mpt_bytes *o
 MPT_API MPT_CHECKED mpt_result mpt_loader_set_state(mpt_loader *ld, mpt_bytes state);
 MPT_API void mpt_loader_destroy(mpt_loader *ld); /* joins its threads, closes its files */
 
+/* =================================================================================================
+ * >>api-model   Models: a list of layers
+ * =================================================================================================
+ *
+ * A value is a small int: MPT_INPUT is the picture, each layer returns the number of its output.
+ * Layers are wired in the order in which they run. The first mistake sticks: later calls return -1,
+ * and mpt_model_finish returns it with a message that names layer, shapes and remedy. A model holds
+ * shapes only; weights live in a trainer.
+ *
+ *     x = mpt_conv2d(m, MPT_INPUT, &conv);     (h,w,c) -> (p,q,k)
+ *     x = mpt_relu(m, mpt_batchnorm(m, x, NULL));
+ *     rc = mpt_model_finish(m, mpt_dense(m, mpt_global_avg_pool(m, x), 10));
+ */
+typedef struct mpt_model mpt_model;
+#define MPT_INPUT 0
+
+typedef struct mpt_conv2d_desc {
+    int out_channels; /* required */
+    int kernel;       /* square; default: 3 */
+    int stride;       /* default: 1 */
+    int padding;      /* on each side; 0 is the default and a wish */
+    int use_bias;
+} mpt_conv2d_desc;
+
+typedef struct mpt_batchnorm_desc {
+    float epsilon;       /* default: 1e-5 */
+    float momentum;      /* weight of the new batch in the running statistics; default: 0.1 */
+    int zero_init_gamma; /* gamma starts at 0: a residual branch that starts as nothing */
+} mpt_batchnorm_desc;
+
+MPT_API MPT_CHECKED mpt_result mpt_model_create(mpt_ctx *ctx, int height, int width, int channels,
+                                                mpt_model **out);
+MPT_API int mpt_conv2d(mpt_model *m, int x, const mpt_conv2d_desc *desc);
+MPT_API int mpt_batchnorm(mpt_model *m, int x, const mpt_batchnorm_desc *desc); /* NULL: defaults */
+MPT_API int mpt_relu(mpt_model *m, int x);
+MPT_API int mpt_add(mpt_model *m, int x, int y);
+MPT_API int mpt_max_pool(mpt_model *m, int x, int kernel, int stride, int padding);
+MPT_API int mpt_avg_pool(mpt_model *m, int x, int kernel, int stride, int padding);
+MPT_API int mpt_global_avg_pool(mpt_model *m, int x);
+MPT_API int mpt_dense(mpt_model *m, int x, int out_features); /* flattens; with bias */
+MPT_API int mpt_dropout(mpt_model *m, int x, float p);        /* p in 0 .. 1, 1 excluded */
+
+/* A layer of your own, in FP32 whatever the precision: tensors are cast on the way in and out. */
+enum { MPT_CUSTOM_MAX_INPUTS = 4 };
+typedef struct mpt_custom_args {
+    const mpt_tensor *in; /* [num_in], each (n,h,w,c), F32; n records, those that count */
+    int num_in;
+    const float *params; /* (param_count) */
+    mpt_tensor *out;     /* (n,h,w,c), F32; forward writes it, backward reads it */
+    /* backward: */
+    const mpt_tensor *dout; /* (n,h,w,c), F32 */
+    mpt_tensor *din;        /* [num_in], F32: overwrite each */
+    float *dparams;         /* (param_count): overwrite */
+    void *workspace;        /* of the bytes asked for; forward's content doesn't live to backward */
+    void *stream;           /* of the device; NULL on the CPU */
+    const uint64_t *sample_ids; /* (n) keys for random numbers, or NULL */
+    int training;               /* 0: evaluation */
+} mpt_custom_args;
+typedef struct mpt_custom_desc {
+    const char *name; /* for messages; default: "custom" */
+    /* From in[num_in] (only shapes; dims[0] is the number of records, 1 while the model is built)
+       to the shape of out, the number of parameters and the bytes of workspace, all of them zero
+       before the call. A result other than MPT_OK is a wiring error. */
+    mpt_result (*infer)(const mpt_tensor *in, int num_in, mpt_tensor *out, size_t *param_count,
+                        size_t *workspace, void *user);
+    /* Optional: initial parameters; default: zeros. */
+    mpt_result (*init)(float *params, size_t count, uint64_t seed, void *user);
+    mpt_result (*forward)(const mpt_custom_args *a, void *user);
+    mpt_result (*backward)(const mpt_custom_args *a, void *user);
+    void *user; /* lives as long as the model */
+} mpt_custom_desc;
+MPT_API int mpt_custom(mpt_model *m, const int *inputs, int num_inputs,
+                       const mpt_custom_desc *desc);
+/* Names the layer whose output is x, for messages and files: "layer1.0.conv1". Without a name it is
+   called by kind and number. Returns x. */
+MPT_API int mpt_name(mpt_model *m, int x, const char *name);
+/* Logits of a network by name: lenet, mlp, resnet20, resnet32, resnet56 (He et al. 2016, CIFAR form
+   with 1 x 1 shortcuts), resnet18, resnet34, resnet50 (torchvision's form and names). */
+MPT_API int mpt_zoo(mpt_model *m, const char *name, int num_classes);
+/* Checks and fuses; then the model can't be changed. logits: a value of shape (1,1,classes). */
+MPT_API MPT_CHECKED mpt_result mpt_model_finish(mpt_model *m, int logits);
+
+typedef struct mpt_layer_info {
+    const char *name, *kind;         /* of the model: "fc", "dense" */
+    int64_t height, width, channels; /* of its output */
+    int64_t num_params;
+    int fused; /* 1: computed together with the layer behind it; its output is kept nowhere */
+} mpt_layer_info;
+MPT_API int mpt_model_num_layers(const mpt_model *m);
+MPT_API MPT_CHECKED mpt_result mpt_model_layer(const mpt_model *m, int layer, mpt_layer_info *out);
+MPT_API int64_t mpt_model_num_params(const mpt_model *m);
+/* A table: layer, kind, shape of the output, parameters, bytes of the output with this many records
+   in this storage; and the sums. line is called for each line, without a newline. */
+MPT_API MPT_CHECKED mpt_result mpt_model_summary(const mpt_model *m, int batch_size,
+                                                 mpt_dtype storage,
+                                                 void (*line)(const char *text, void *user),
+                                                 void *user);
+MPT_API void mpt_model_destroy(mpt_model *m);
+
+/* =================================================================================================
+ * >>api-train   Training: optimizer, loss scaling, the trainer, its state
+ * =================================================================================================
+ */
+
+/* ---- optimizers --------------------------------------------------------------------------------
+   Per weight w with gradient g (unscaled, clipped), learning rate r, weight decay d, t = number of
+   this update, counted from 1. All in FP32, as PyTorch 2 computes them; dampening is 0.
+
+     SGD        g += d w;                                              w -= r g
+     momentum   g += d w;  m = momentum m + g;                         w -= r m
+     Nesterov   g += d w;  m = momentum m + g;                         w -= r (g + momentum m)
+     Adam       g += d w;  m = beta1 m + (1 - beta1) g
+                           v = beta2 v + (1 - beta2) g^2
+                           w -= r / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + epsilon)
+     AdamW      w *= 1 - r d, then as Adam without d (Loshchilov and Hutter, arXiv 1711.05101)
+     LARS       q = lars_trust |w| / (|g| + d |w| + epsilon), norms of one tensor; 1 if one is 0
+                g += d w;  m = momentum m + r q g;                     w -= m
+
+   LARS is You, Gitman, Ginsburg 2017 (arXiv 1708.03888): trust coefficient 0.001, momentum 0.9 and
+   decay 0.0005 are theirs, epsilon keeps the division sane. Its biases and batch norms take plain
+   momentum: no decay, no ratio. */
+typedef enum mpt_optimizer_kind {
+    MPT_OPTIMIZER_DEFAULT = 0, /* SGD with momentum */
+    MPT_OPTIMIZER_SGD,
+    MPT_OPTIMIZER_SGD_MOMENTUM,
+    MPT_OPTIMIZER_SGD_NESTEROV,
+    MPT_OPTIMIZER_ADAM,
+    MPT_OPTIMIZER_ADAMW,
+    MPT_OPTIMIZER_LARS
+} mpt_optimizer_kind;
+
+typedef struct mpt_optimizer_desc {
+    mpt_optimizer_kind kind;
+    float learning_rate; /* required, above 0; the peak, which the schedule multiplies */
+    float momentum;      /* above 0, below 1; default: 0.9; for none choose MPT_OPTIMIZER_SGD */
+    float beta1, beta2; /* above 0, below 1; default: 0.9, 0.999 (Kingma and Ba, arXiv 1412.6980) */
+    float epsilon;      /* above 0; default: 1e-8; Adam, AdamW and LARS */
+    float weight_decay; /* at least 0; 0 is the default and a wish */
+    float max_grad_norm;         /* L2 norm of all gradients together, unscaled; 0: no clipping */
+    float lars_trust;            /* above 0; default: 0.001 */
+    int no_decay_on_bn_and_bias; /* default: they decay like the rest, as in PyTorch */
+    int lars_ratio_on_bn_and_bias; /* default: they are left out of LARS's ratio and decay */
+} mpt_optimizer_desc;
+
+/* ---- schedules: pure functions of the number of applied steps ----------------------------------
+   A skipped step does not move them. Step s counts from 0 (the first update). With W = warmup_steps
+   and T = total_steps, f(s) multiplies the peak rate:
+
+     s <  W         f(W) (c + (1 - c) (s + 1) / (W + 1)), c = warmup_start: never 0, never falls
+     s >= W         by kind, with u = (s - W) / (T - W), from 0 to 1:
+       constant     1
+       step         decay_factor^k, k = milestones <= s (or s / decay_every), counted from step 0
+       cosine       e + (1 - e) (1 + cos(pi u)) / 2, e = end_factor (arXiv 1608.03983)
+       poly         e + (1 - e) (1 - u)^poly_power
+       one-cycle    PyTorch's OneCycleLR over steps W .. T-1: from 1 / div_factor by half a cosine
+                    to 1 after pct_start of them, then to 1 / (div_factor final_div_factor) */
+typedef enum mpt_schedule_kind {
+    MPT_SCHEDULE_CONSTANT = 0,
+    MPT_SCHEDULE_STEP,
+    MPT_SCHEDULE_COSINE,
+    MPT_SCHEDULE_POLY,
+    MPT_SCHEDULE_ONE_CYCLE
+} mpt_schedule_kind;
+
+typedef struct mpt_schedule_desc {
+    mpt_schedule_kind kind;
+    int64_t warmup_steps; /* at least 0; for epochs: (int64_t)(epochs * steps_per_epoch + 0.5) */
+    float warmup_start;   /* 0 .. 1, fraction of the rate to start from; default: 0 */
+    float end_factor;     /* 0 .. 1, what cosine and poly end at; 0 is the default and a wish */
+    float decay_factor;   /* above 0, at most 1; default: 0.1 */
+    const int64_t
+        *milestones;        /* steps, ascending; the caller's, alive as long as the desc is used */
+    int num_milestones;     /* kind STEP: either these ... */
+    int64_t decay_every;    /* ... or a step every so many steps */
+    int poly_power;         /* 1 .. 16, whole: there is no pow() here; default: 2, as with LARS */
+    float pct_start;        /* above 0, below 1; default: 0.3 (these three: OneCycleLR's) */
+    float div_factor;       /* at least 1; default: 25 */
+    float final_div_factor; /* at least 1; default: 10000 */
+} mpt_schedule_desc;
+
+/* The rate of the update after applied_steps updates. The desc passes mpt_schedule_check. Past the
+   end the rate is that of u = 1. The same bits on every machine: no libm, nothing that fuses. */
+MPT_API float mpt_schedule_rate(const mpt_schedule_desc *desc, float learning_rate,
+                                int64_t applied_steps, int64_t total_steps);
+/* MPT_ERR_INVALID_ARGUMENT, naming field and range. Cosine, poly and one-cycle need total_steps
+   above warmup_steps; the others ignore it. ctx may be NULL: then there is no message. */
+MPT_API MPT_CHECKED mpt_result mpt_schedule_check(mpt_ctx *ctx, const mpt_schedule_desc *desc,
+                                                  int64_t total_steps);
+/* Linear scaling rule (Goyal et al. 2017, arXiv 1706.02677): rate * batch / reference_batch. batch
+   is all records of one update: ranks x records per rank x accumulation. 0 if either is not above
+   0. */
+MPT_API float mpt_learning_rate_scale(float learning_rate, int64_t batch, int64_t reference_batch);
+
+/* ---- loss scaling: a pure state machine, usable alone ---------------------------------------- */
+typedef enum mpt_loss_scale_mode {
+    MPT_LOSS_SCALE_DEFAULT =
+        0, /* in a trainer: dynamic if the precision is mixed, else none; alone: dynamic */
+    MPT_LOSS_SCALE_DYNAMIC,
+    MPT_LOSS_SCALE_STATIC, /* init_scale throughout */
+    MPT_LOSS_SCALE_NONE    /* scale 1 */
+} mpt_loss_scale_mode;
+
+typedef struct mpt_loss_scaler_desc {
+    mpt_loss_scale_mode mode;
+    float init_scale;     /* min_scale .. max_scale; default: 65536, brought into that range */
+    float growth_factor;  /* above 1; default: 2 */
+    float backoff_factor; /* above 0, below 1; default: 0.5 */
+    float min_scale;      /* 2^-126 .. 2^127, so never 0, but below 1 if you like; default: 1 */
+    float max_scale;      /* min_scale .. 2^127; default: 2^24. Growth beyond it is not applied */
+    int growth_interval;  /* good steps in a row before growth, at least 1; default: 2000 */
+    int max_skips_at_min; /* skips in a row at the smallest scale before giving up; default: 20 */
+} mpt_loss_scaler_desc;
+
+typedef enum mpt_loss_scaler_preset {
+    MPT_LOSS_SCALER_APEX =
+        0, /* 2^16, x2 after 2000, cap 2^24; down to 1. The default, spelled out */
+    MPT_LOSS_SCALER_GRADSCALER, /* torch.amp.GradScaler: 2^16, x2 after 2000, no cap, below 1 too */
+    MPT_LOSS_SCALER_KERAS       /* LossScaleOptimizer: 2^15, x2 after 2000, no cap, down to 1 */
+} mpt_loss_scaler_preset;
+MPT_API mpt_loss_scaler_desc mpt_loss_scaler_desc_preset(mpt_loss_scaler_preset preset);
+/* MPT_ERR_INVALID_ARGUMENT, naming field and range. ctx may be NULL: then there is no message. */
+MPT_API MPT_CHECKED mpt_result mpt_loss_scaler_check(mpt_ctx *ctx,
+                                                     const mpt_loss_scaler_desc *desc);
+
+typedef struct mpt_loss_scaler { /* plain data: copy it to save it */
+    mpt_loss_scaler_desc desc;   /* with defaults filled in */
+    float scale;                 /* what the loss of the next step is multiplied with */
+    int good_steps;              /* in a row since the scale last changed or a step was skipped */
+    int skips_at_min;            /* in a row while the scale could not go lower */
+    int64_t num_skipped;         /* since init */
+} mpt_loss_scaler;
+
+/* desc passes mpt_loss_scaler_check; NULL: all defaults. */
+MPT_API void mpt_loss_scaler_init(mpt_loss_scaler *s, const mpt_loss_scaler_desc *desc);
+/* Once a step, after the all-reduce and the check. 1: skip this step, i.e. change no weight, no
+   momentum, no statistic and no schedule; the scale for the next step may be lower. 0: apply it. */
+MPT_API int mpt_loss_scaler_update(mpt_loss_scaler *s, int found_nonfinite);
+/* 1: max_skips_at_min skips in a row, and the scale can't go lower: training is stuck, stop it and
+   look for the cause (mpt_tensor_autopsy). */
+MPT_API int mpt_loss_scaler_is_stuck(const mpt_loss_scaler *s);
+/* Takes scale and counters from a saved copy and keeps s->desc; a scale outside its range is
+   brought into it, and one of another mode is ignored. MPT_ERR_CORRUPT_DATA for numbers that no
+   scaler has (scale not finite or not above 0, negative counters); s is then as it was. */
+MPT_API MPT_CHECKED mpt_result mpt_loss_scaler_restore(mpt_loss_scaler *s,
+                                                       const mpt_loss_scaler *saved);
+
+/* ---- overflow autopsy: what is in a tensor, and which scale would have fitted ---------------- */
+enum { MPT_AUTOPSY_BUCKETS = 64, MPT_AUTOPSY_LOWEST_EXPONENT = -40 };
+typedef struct mpt_autopsy {
+    int64_t count, num_inf, num_nan, num_zero; /* elements */
+    int64_t first_bad;                         /* index of the first inf or NaN; -1: none */
+    float max_abs;                             /* largest finite |x| */
+    /* bucket b: elements with 2^(b-40) <= |x| < 2^(b-39); the first also holds smaller ones, but
+       not zeros, the last also larger ones, but not inf */
+    int64_t histogram[MPT_AUTOPSY_BUCKETS];
+    float largest_scale;  /* the largest power of two with which max_abs would have fitted; 0: NaN
+                              without inf, which no scale cures */
+    int largest_is_bound; /* 1: there are infs, whose true size is not known: that scale or lower */
+} mpt_autopsy;
+/* tensor is F16, BF16 or F32 in host memory and holds values multiplied by scale (finite, above 0);
+   storage is the type that they have to fit into (F16: up to 65504). MPT_ERR_INVALID_ARGUMENT for
+   other types, a negative dimension, or such a scale. */
+MPT_API MPT_CHECKED mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale,
+                                                  mpt_dtype storage, mpt_autopsy *out);
+
+/* ---- safetensors: named tensors in a file that other tools read --------------------------------
+   The reader is strict: whatever the format does not allow is MPT_ERR_CORRUPT_DATA, with the file,
+   the tensor and the cause. No tensor is read before it is asked for. Files may be hostile. */
+enum {
+    MPT_SAFETENSORS_MAX_DIMS = 8,
+    MPT_SAFETENSORS_MAX_HEADER = 100000000
+}; /* the format's limit */
+typedef struct mpt_safetensors mpt_safetensors;
+
+typedef struct mpt_safetensors_desc {
+    const char *path;
+    const mpt_io *io; /* default: files */
+} mpt_safetensors_desc;
+
+typedef struct mpt_safetensors_info {
+    const char *name;       /* UTF-8; belongs to the reader, as dtype_name does */
+    const char *dtype_name; /* as in the file: "F32", "BF16", "F64" ... */
+    int has_dtype;          /* 0: none of mpt_dtype; it can still be read, as bytes */
+    mpt_dtype dtype;
+    int num_dims; /* 0: a scalar; more than MPT_SAFETENSORS_MAX_DIMS are MPT_ERR_UNSUPPORTED */
+    int64_t dims[MPT_SAFETENSORS_MAX_DIMS];
+    uint64_t count, bytes; /* elements; count * size of one */
+    uint64_t offset;       /* bytes from the start of the file */
+} mpt_safetensors_info;
+
+MPT_API MPT_CHECKED mpt_result mpt_safetensors_open(mpt_ctx *ctx, const mpt_safetensors_desc *desc,
+                                                    mpt_safetensors **out);
+MPT_API int64_t mpt_safetensors_count(const mpt_safetensors *s);
+/* Tensor 0 .. count-1, in the order in which they lie in the file. INVALID_ARGUMENT beyond. */
+MPT_API MPT_CHECKED mpt_result mpt_safetensors_get(mpt_safetensors *s, int64_t index,
+                                                   mpt_safetensors_info *out);
+/* Its index; -1: there is none of that name. */
+MPT_API int64_t mpt_safetensors_find(const mpt_safetensors *s, const char *name);
+MPT_API const char *mpt_safetensors_metadata(const mpt_safetensors *s,
+                                             const char *key); /* NULL: none */
+/* All its bytes, little-endian as in the file; `bytes` must be info.bytes. Storage without seek is
+   read in file order, and going back is MPT_ERR_UNSUPPORTED. */
+MPT_API MPT_CHECKED mpt_result mpt_safetensors_read(mpt_safetensors *s, int64_t index, void *dst,
+                                                    size_t bytes);
+/* Reads the whole file once more and compares with the checksum that the writer left, which covers
+   every byte of it. MPT_ERR_CORRUPT_DATA: they differ; MPT_ERR_INVALID_STATE: it has none. */
+MPT_API MPT_CHECKED mpt_result mpt_safetensors_verify(mpt_safetensors *s);
+MPT_API void mpt_safetensors_close(mpt_safetensors *s);
+
+typedef struct mpt_safetensors_writer mpt_safetensors_writer;
+typedef struct mpt_safetensors_writer_desc {
+    const char *path; /* appears whole, when finish succeeds, or not at all */
+    const mpt_io *io; /* default: files */
+    int checksum;     /* add a CRC-32C of the file as metadata "mptrain.crc32c", for verify */
+} mpt_safetensors_writer_desc;
+MPT_API MPT_CHECKED mpt_result mpt_safetensors_writer_open(mpt_ctx *ctx,
+                                                           const mpt_safetensors_writer_desc *desc,
+                                                           mpt_safetensors_writer **out);
+/* name is copied; the tensor's data stay where they are and unchanged until finish. A name is valid
+   UTF-8 and not "__metadata__"; finish refuses two of the same. num_dims 0: a scalar. */
+MPT_API MPT_CHECKED mpt_result mpt_safetensors_writer_add(mpt_safetensors_writer *w,
+                                                          const char *name,
+                                                          const mpt_tensor *tensor);
+/* Both texts are copied; keys are new. Written in the order of the calls. */
+MPT_API MPT_CHECKED mpt_result mpt_safetensors_writer_add_metadata(mpt_safetensors_writer *w,
+                                                                   const char *key,
+                                                                   const char *value);
+/* Writes all: larger types first, then by name, as the format's own library does. The same tensors
+   give the same bytes, in whatever order they were added. Then nothing more can be added. */
+MPT_API MPT_CHECKED mpt_result mpt_safetensors_writer_finish(mpt_safetensors_writer *w);
+MPT_API void
+mpt_safetensors_writer_close(mpt_safetensors_writer *w); /* without finish: leaves nothing */
+
+/* ---- the trainer ----------------------------------------------------------------------------- */
+/* What is stored and computed in 16 bits. Products of 16-bit numbers are always summed in FP32, and
+   batch statistics, the loss and weight gradients are FP32 in all of them.
+
+                weights  masters  batch norm's gamma, beta  activations  loss scale   Apex
+     FP32       FP32     -        FP32                      FP32         none         O0
+     FP16_CAST  FP32     -        FP32                      FP32, cast   dynamic      O1
+     FP16       FP16     FP32     FP32                      FP16         dynamic      O2
+     FP16_PURE  FP16     none     FP16                      FP16         none         O3
+     BF16       BF16     FP32     FP32                      BF16         none         -
+
+   FP16_CAST turns inputs, weights and output gradients of convolutions and dense layers into FP16
+   on their way in. FP16_PURE rounds weights to FP16 after each update, so small updates are lost:
+   it shows what masters are for. */
+typedef enum mpt_precision {
+    MPT_PRECISION_DEFAULT = 0, /* FP16 where the processor converts it in hardware, else FP32 */
+    MPT_PRECISION_FP32,
+    MPT_PRECISION_FP16_CAST,
+    MPT_PRECISION_FP16,
+    MPT_PRECISION_FP16_PURE,
+    MPT_PRECISION_BF16
+} mpt_precision;
+typedef enum mpt_switch { MPT_BY_DEFAULT = 0, MPT_YES, MPT_NO } mpt_switch;
+
+typedef struct mpt_trainer_desc {
+    mpt_precision precision;
+    /* Apex's overrides. Those that make no sense together are MPT_ERR_INVALID_ARGUMENT, as there:
+       FP32 and FP16_CAST have neither choice. Without FP32 masters weights are rounded after each
+       update; gamma and beta can only be rounded where there are no masters. */
+    mpt_switch master_weights, keep_batchnorm_fp32; /* default: as the table says */
+    mpt_optimizer_desc optimizer;
+    mpt_schedule_desc schedule;
+    int64_t total_steps; /* what the schedule runs to; needed by cosine, poly and one-cycle */
+    mpt_loss_scaler_desc loss_scaler;
+    float label_smoothing; /* 0 .. 1 */
+    int accumulate_steps;  /* lanes of this rank in one step; default: 1 */
+    int slices;            /* each lane's batch cut into so many equal microbatches; default: 1 */
+    uint64_t seed;         /* of initial weights and dropout; 0 is a seed like any other */
+} mpt_trainer_desc;
+
+typedef struct mpt_memory_plan { /* bytes, known before anything is allocated */
+    size_t weights;              /* what layers compute with */
+    size_t master_weights;       /* FP32 copies, where weights are 16 bits */
+    size_t gradients; /* FP32, one for each level of the summation tree; BN statistics ride along */
+    size_t optimizer_state; /* FP32 moments */
+    size_t activations; /* outputs of layers, and gradients of these, which share their places */
+    size_t workspace;   /* scratch of the operators */
+    size_t statistics;  /* FP32 running and batch statistics of batch norm */
+    size_t total;
+} mpt_memory_plan;
+
+typedef struct mpt_step_report {
+    double loss;           /* mean over the step's records */
+    double seconds;        /* since the report before, or since the trainer was made */
+    int64_t step;          /* attempted steps, this one included */
+    int64_t applied_steps; /* without the skipped ones */
+    int64_t num_samples, num_correct, num_correct_top5;
+    float loss_scale;    /* that this step was computed with */
+    float learning_rate; /* of this step; 0 if it was skipped */
+    float grad_norm;     /* of the unscaled gradient before clipping; 0 if it was skipped */
+    int skipped; /* 1: gradients were not finite; nothing changed, scale lowered. Not an error */
+} mpt_step_report;
+
+typedef struct mpt_metrics {
+    int64_t num_samples, num_correct, num_correct_top5;
+    double loss; /* mean */
+} mpt_metrics;
+typedef struct mpt_trainer mpt_trainer;
+
+/* What will really run: each zero replaced by its default. desc is not checked. */
+MPT_API mpt_trainer_desc mpt_trainer_desc_defaults(const mpt_trainer_desc *desc);
+/* The memory that a trainer with this desc and batch size (records per lane) takes. */
+MPT_API MPT_CHECKED mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_desc *desc,
+                                              int batch_size, mpt_memory_plan *plan);
+/* Allocates exactly the plan and draws the initial weights: convolutions by Kaiming's normal with
+   fan-out (He et al. 2015), dense layers uniform in +-1/sqrt(fan-in) as PyTorch does, gamma 1, beta
+   and biases of convolutions 0. The model must outlive the trainer. */
+MPT_API MPT_CHECKED mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc,
+                                                  int batch_size, mpt_trainer **out);
+/* One optimizer step on all records of a batch: accumulate for each lane and slice, then apply. */
+MPT_API MPT_CHECKED mpt_result mpt_trainer_step(mpt_trainer *t, const mpt_batch *batch,
+                                                mpt_step_report *out);
+/* Forward and backward on a batch of one or more lanes; accumulate_steps of them at most. */
+MPT_API MPT_CHECKED mpt_result mpt_trainer_accumulate(mpt_trainer *t, const mpt_batch *batch);
+/* Check, unscale, clip, update. MPT_ERR_INVALID_STATE if nothing was accumulated, and when the loss
+   scale is at its minimum and steps are still skipped: the message names the first bad tensor. */
+MPT_API MPT_CHECKED mpt_result mpt_trainer_apply(mpt_trainer *t, mpt_step_report *out);
+/* Waits for the device; out is the report of the last step. On the CPU there is nothing to wait
+   for. MPT_ERR_INVALID_STATE before the first step. */
+MPT_API MPT_CHECKED mpt_result mpt_trainer_sync(mpt_trainer *t, mpt_step_report *out);
+
+/* Why was the last step skipped? Give it that step's batch once more, before the next one: forward
+   and backward run again, and nothing is changed. */
+typedef struct mpt_overflow {
+    int found;          /* 0: all is finite at this scale; the rest is 0 */
+    char layer[64];     /* of the first tensor, in the order of computation, with an inf or NaN */
+    const char *tensor; /* "output", "gradient of the output", "gradient of the parameters" */
+    int64_t index;      /* of its first inf or NaN */
+    float scale;        /* that the step ran with */
+    mpt_autopsy values; /* of that tensor */
+    float largest_scale; /* the largest power of two, at most `scale`, at which nothing overflows;
+                            0: there is none, since the forward pass isn't finite itself */
+} mpt_overflow;
+MPT_API MPT_CHECKED mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch,
+                                                   mpt_overflow *out);
+/* One epoch of data in inference mode: each record counts once. */
+MPT_API MPT_CHECKED mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out);
+/* Probabilities (num_valid of the first lane, classes), row by row into probabilities. */
+MPT_API MPT_CHECKED mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch,
+                                           float *probabilities);
+MPT_API int64_t
+mpt_trainer_steps(const mpt_trainer *t); /* attempted so far, also before a restart */
+
+/* SHA-256 of all that was learned, as little-endian FP32: parameters in model order, then running
+   mean and running variance of each batch norm. 64 hex digits. */
+MPT_API MPT_CHECKED mpt_result mpt_trainer_sha256(mpt_trainer *t, char hex[65]);
+/* All that goes into the next step; data (may be NULL) with its position. Goes on bit for bit. */
+MPT_API MPT_CHECKED mpt_result mpt_trainer_save(mpt_trainer *t, mpt_loader *data, const mpt_io *io,
+                                                const char *path);
+MPT_API MPT_CHECKED mpt_result mpt_trainer_load(mpt_trainer *t, mpt_loader *data, const mpt_io *io,
+                                                const char *path);
+/* Weights under PyTorch's names and in its layout (convolutions OIHW), for other programs. */
+MPT_API MPT_CHECKED mpt_result mpt_trainer_export(mpt_trainer *t, const mpt_io *io,
+                                                  const char *path);
+MPT_API MPT_CHECKED mpt_result mpt_trainer_import(mpt_trainer *t, const mpt_io *io,
+                                                  const char *path);
+MPT_API void mpt_trainer_destroy(mpt_trainer *t);
+
+/* =================================================================================================
+ * >>api-backend   Operators: the table behind every layer
+ * =================================================================================================
+ *
+ * A backend is a table of functions, one for each operator and direction. Layers call it; you need
+ * it only to use an operator alone or to bring a backend of your own. Rules for all entries:
+ *
+ * - Activations are NHWC, filters KRSC, outputs NPQK, dense weights (out, in); the last dimension
+ *   runs fastest and nothing is padded. `dtype` is the storage of activations, their gradients and
+ *   weights: MPT_F32, MPT_F16 or MPT_BF16. Arithmetic is FP32. float pointers are FP32 always.
+ * - n is the capacity of the slice, num_valid (0 .. n) how many of its first slots count. The other
+ *   slots are not read; their outputs are written as zeros. A sum over no slot is zero.
+ * - Outputs are overwritten. They don't overlap inputs unless the entry says so.
+ * - Results depend on shapes and values, never on the number of threads or on what is in other
+ *   slots.
+ * - Scratch memory comes from the caller: `workspace`, aligned to 64 bytes, of at least the bytes
+ *   that the _workspace_bytes entry tells for the same shapes. Nothing is allocated.
+ * - inf and NaN pass through as IEEE 754 has it. Shapes are checked, pointers are trusted.
+ */
+
+typedef struct mpt_conv2d_args {
+    const void *x;     /* (n,h,wd,c); fprop, wgrad */
+    const void *w;     /* (k,r,s,c); fprop, dgrad */
+    const float *bias; /* (k) or NULL; fprop */
+    const void *dy;    /* (n,p,q,k); dgrad, wgrad */
+    void *y;           /* (n,p,q,k); fprop */
+    void *dx;          /* (n,h,wd,c); dgrad */
+    float *dw;         /* (k,r,s,c), FP32; wgrad */
+    float *dbias;      /* (k) or NULL; wgrad */
+    int n, num_valid;
+    int h, wd, c, k, r, s;
+    int p, q; /* (h + 2 padding - r) / stride + 1, rounded down; q from wd and s */
+    int stride, padding;
+    mpt_dtype dtype;
+    void *workspace;
+    size_t workspace_bytes;
+} mpt_conv2d_args;
+
+typedef struct mpt_dense_args {
+    const void *x;     /* (n,in); fprop, wgrad */
+    const void *w;     /* (out,in); fprop, dgrad */
+    const float *bias; /* (out) or NULL; fprop */
+    const void *dy;    /* (n,out); dgrad, wgrad */
+    void *y;           /* (n,out); fprop */
+    void *dx;          /* (n,in); dgrad */
+    float *dw;         /* (out,in), FP32; wgrad */
+    float *dbias;      /* (out) or NULL; wgrad */
+    int n, num_valid;
+    int in, out;
+    mpt_dtype dtype;
+    void *workspace;
+    size_t workspace_bytes;
+} mpt_dense_args;
+
+/* y = relu(gamma (x - mean) / sqrt(var + epsilon) + beta + residual), relu and residual optional.
+   Training normalises with the mean and the biased variance of the valid slots. What it leaves in
+   batch_var is the unbiased one, which frameworks keep as running variance (biased where a channel
+   has a single value); backward takes batch_mean and batch_inv_std as forward left them. */
+typedef struct mpt_batchnorm_args {
+    const void *x;             /* (n,h,wd,c) */
+    const void *residual;      /* (n,h,wd,c) or NULL; forward */
+    void *y;                   /* (n,h,wd,c); forward writes it; backward reads it if relu */
+    const float *gamma, *beta; /* (c) */
+    const float *running_mean, *running_var; /* (c); inference */
+    float *batch_mean, *batch_inv_std;       /* (c); training: out of forward, into backward */
+    float *batch_var;                        /* (c); out of forward in training */
+    const void *dy;                          /* (n,h,wd,c); backward */
+    void *dx;                                /* (n,h,wd,c); backward; may be dy */
+    void *dresidual;                         /* (n,h,wd,c) or NULL; backward */
+    float *dgamma, *dbeta;                   /* (c); backward */
+    int n, num_valid;
+    int h, wd, c;
+    int training; /* 0: inference, with the running statistics; forward only */
+    int relu;
+    float epsilon;
+    mpt_dtype dtype;
+    void *workspace;
+    size_t workspace_bytes;
+} mpt_batchnorm_args;
+
+/* Pooling windows are square. Maxima: the first of equals in row-major order; a NaN is the maximum.
+   Averages divide by kernel * kernel, padding included (PyTorch's count_include_pad=True). Global
+   average pooling ignores kernel, stride and padding; p = q = 1. */
+typedef struct mpt_pool2d_args {
+    const void *x;  /* (n,h,wd,c); forward */
+    void *y;        /* (n,p,q,c); forward */
+    const void *dy; /* (n,p,q,c); backward */
+    void *dx;       /* (n,h,wd,c); backward */
+    uint8_t
+        *argmax; /* (n,p,q,c), i * kernel + j in the window; out of max_pool_forward unless NULL,
+                        into max_pool_backward */
+    int n, num_valid;
+    int h, wd, c, p, q;
+    int kernel, stride, padding; /* kernel at most 16, padding at most kernel / 2 */
+    mpt_dtype dtype;
+} mpt_pool2d_args;
+
+typedef struct mpt_pointwise_args {
+    const void *a, *b; /* (n,per_sample) */
+    void *y;           /* (n,per_sample); may be a or b */
+    int n, num_valid;
+    int64_t per_sample;
+    mpt_dtype dtype;
+} mpt_pointwise_args;
+
+/* Each element is dropped with `probability`, the others grow by 1 / (1 - probability). The mask is
+   a function of (seed, epoch, sample id, layer, element): backward computes it anew. */
+typedef struct mpt_dropout_args {
+    const void *x;              /* (n,per_sample): x in forward, dy in backward */
+    void *y;                    /* (n,per_sample): y in forward, dx in backward; may be x */
+    const uint64_t *sample_ids; /* (n); NULL: the slot's number */
+    uint64_t seed;
+    int64_t epoch; /* or the step, where samples have no ids; 24 bits count */
+    int layer;     /* 0 .. 191: number of the dropout layer in its model */
+    float probability;
+    int n, num_valid;
+    int64_t per_sample;
+    mpt_dtype dtype;
+} mpt_dropout_args;
+
+typedef struct mpt_softmax_stats { /* over the slots that count and have a label */
+    double loss;                   /* sum of their losses, unscaled; never negative */
+    int64_t num_labeled;
+    /* The label's logit is the largest, or among the five largest; of equal logits those of lower
+       classes come first. A logit that is NaN is never right. */
+    int64_t num_correct, num_correct_top5;
+} mpt_softmax_stats;
+
+/* loss = -sum over classes of target * log(softmax(logits)), with target = label_smoothing /
+   classes, and 1 - label_smoothing more at the label. Gradient and loss in one pass. */
+typedef struct mpt_softmax_xent_args {
+    const void *logits; /* (n,classes) */
+    const int32_t
+        *labels;   /* (n), 0 .. classes-1; -1: no label, so no loss and a gradient of zero */
+    void *dlogits; /* (n,classes) = grad_scale * dloss/dlogits; NULL in evaluation; may be logits */
+    float *probabilities;     /* (n,classes) or NULL */
+    mpt_softmax_stats *stats; /* out */
+    int n, num_valid, classes;
+    float label_smoothing; /* 0 .. 1 */
+    float grad_scale;      /* loss scale / number of records in the step */
+    mpt_dtype dtype;
+    void *workspace;
+    size_t workspace_bytes;
+} mpt_softmax_xent_args;
+
+typedef struct mpt_cast_args {
+    const void *src;
+    void *dst;
+    int64_t count;
+    mpt_dtype src_dtype, dst_dtype; /* MPT_F32, MPT_F16, MPT_BF16; to 16 bits: nearest even */
+} mpt_cast_args;
+
+/* y = (x - mean) / std; a byte counts as x / 255. */
+typedef struct mpt_normalize_args {
+    const void *x;           /* (n,h,wd,c), src_dtype */
+    void *y;                 /* (n,h,wd,c), dtype */
+    const float *mean, *std; /* (c); NULL: 0 and 1 */
+    int n, num_valid;
+    int h, wd, c;
+    mpt_dtype src_dtype; /* MPT_U8, MPT_F32, MPT_F16, MPT_BF16 */
+    mpt_dtype dtype;
+} mpt_normalize_args;
+
+typedef struct mpt_fill_args {
+    void *dst;
+    int64_t count;
+    float value;
+    mpt_dtype dtype;
+} mpt_fill_args;
+
+typedef struct mpt_copy_args {
+    const void *src;
+    void *dst;
+    size_t bytes;
+} mpt_copy_args;
+
+typedef struct mpt_backend {
+    const char *name;
+    mpt_result (*open)(mpt_ctx *ctx, int device, void **self);
+    void (*close)(void *self);
+
+    size_t (*conv2d_fprop_workspace_bytes)(void *self, const mpt_conv2d_args *a);
+    size_t (*conv2d_dgrad_workspace_bytes)(void *self, const mpt_conv2d_args *a);
+    size_t (*conv2d_wgrad_workspace_bytes)(void *self, const mpt_conv2d_args *a);
+    mpt_result (*conv2d_fprop)(void *self, const mpt_conv2d_args *a);
+    mpt_result (*conv2d_dgrad)(void *self, const mpt_conv2d_args *a);
+    mpt_result (*conv2d_wgrad)(void *self, const mpt_conv2d_args *a);
+
+    size_t (*dense_fprop_workspace_bytes)(void *self, const mpt_dense_args *a);
+    size_t (*dense_dgrad_workspace_bytes)(void *self, const mpt_dense_args *a);
+    size_t (*dense_wgrad_workspace_bytes)(void *self, const mpt_dense_args *a);
+    mpt_result (*dense_fprop)(void *self, const mpt_dense_args *a);
+    mpt_result (*dense_dgrad)(void *self, const mpt_dense_args *a);
+    mpt_result (*dense_wgrad)(void *self, const mpt_dense_args *a);
+
+    size_t (*batchnorm_forward_workspace_bytes)(void *self, const mpt_batchnorm_args *a);
+    size_t (*batchnorm_backward_workspace_bytes)(void *self, const mpt_batchnorm_args *a);
+    mpt_result (*batchnorm_forward)(void *self, const mpt_batchnorm_args *a);
+    mpt_result (*batchnorm_backward)(void *self, const mpt_batchnorm_args *a);
+
+    mpt_result (*relu_forward)(void *self,
+                               const mpt_pointwise_args *a); /* y = max(a, 0); b unused */
+    mpt_result (*relu_backward)(void *self,
+                                const mpt_pointwise_args *a);   /* a: relu's output, b: dy */
+    mpt_result (*add)(void *self, const mpt_pointwise_args *a); /* y = a + b; y = a accumulates b */
+
+    mpt_result (*max_pool_forward)(void *self, const mpt_pool2d_args *a);
+    mpt_result (*max_pool_backward)(void *self, const mpt_pool2d_args *a);
+    mpt_result (*avg_pool_forward)(void *self, const mpt_pool2d_args *a);
+    mpt_result (*avg_pool_backward)(void *self, const mpt_pool2d_args *a);
+    mpt_result (*global_avg_pool_forward)(void *self, const mpt_pool2d_args *a);
+    mpt_result (*global_avg_pool_backward)(void *self, const mpt_pool2d_args *a);
+
+    mpt_result (*dropout_forward)(void *self, const mpt_dropout_args *a);
+    mpt_result (*dropout_backward)(void *self, const mpt_dropout_args *a);
+
+    size_t (*softmax_xent_workspace_bytes)(void *self, const mpt_softmax_xent_args *a);
+    mpt_result (*softmax_xent)(void *self, const mpt_softmax_xent_args *a);
+
+    mpt_result (*cast)(void *self, const mpt_cast_args *a);
+    mpt_result (*input_normalize)(void *self, const mpt_normalize_args *a);
+    mpt_result (*fill)(void *self, const mpt_fill_args *a);
+    mpt_result (*copy)(void *self, const mpt_copy_args *a);
+} mpt_backend;
+
+MPT_API const mpt_backend *mpt_backend_cpu(void);
+
 #ifdef __cplusplus
 }
 #endif
@@ -838,6 +1556,8 @@ struct mpt_ctx {
     mpt_ctx_desc desc; /* with defaults filled in */
     mpt_error error;
     mpti_pool *pool; /* started by the first mpt_parallel_for */
+    const mpt_backend *backend;
+    void *backend_self;
 };
 
 static void mpti_log(const mpt_ctx *ctx, int level, const char *message) {
@@ -993,7 +1713,8 @@ static void mpti_store_u64(uint8_t *p, uint64_t v) {
 typedef enum mpti_purpose {
     MPTI_RANDOM_FILES = 1,
     MPTI_RANDOM_SHUFFLE,
-    MPTI_RANDOM_AUGMENT
+    MPTI_RANDOM_AUGMENT,
+    MPTI_RANDOM_INIT
 } mpti_purpose;
 
 static void mpti_philox(const uint32_t counter[4], uint64_t key, uint32_t out[4]) {
@@ -1361,6 +2082,13 @@ static void mpti_json_skip(mpti_json *j) {
 }
 
 /* ---- time ------------------------------------------------------------------------------------ */
+static double mpti_seconds(void) { /* of a clock that never goes back */
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
 static void mpti_sleep_ms(int ms) {
     struct timespec pause;
 
@@ -1595,6 +2323,7 @@ MPT_API mpt_result mpt_parallel_for(mpt_ctx *ctx, int64_t num_chunks, mpt_chunk_
 MPT_API mpt_result mpt_ctx_create(const mpt_ctx_desc *desc, mpt_ctx **out) {
     mpt_ctx_desc d;
     mpt_ctx *ctx;
+    mpt_result rc;
 
     if (!out) return MPT_ERR_INVALID_ARGUMENT;
     *out = NULL;
@@ -1607,6 +2336,12 @@ MPT_API mpt_result mpt_ctx_create(const mpt_ctx_desc *desc, mpt_ctx **out) {
     ctx = (mpt_ctx *)mpti_calloc(&d.allocator, 1, sizeof *ctx);
     if (!ctx) return MPT_ERR_OUT_OF_MEMORY;
     ctx->desc = d;
+    ctx->backend = mpt_backend_cpu();
+    rc = ctx->backend->open(ctx, 0, &ctx->backend_self);
+    if (rc) {
+        mpt_ctx_destroy(ctx);
+        return rc;
+    }
     *out = ctx;
     return MPT_OK;
 }
@@ -1616,6 +2351,7 @@ MPT_API void mpt_ctx_destroy(mpt_ctx *ctx) {
 
     if (!ctx) return;
     allocator = ctx->desc.allocator;
+    if (ctx->backend_self) ctx->backend->close(ctx->backend_self);
     mpti_pool_destroy(ctx->pool);
     mpti_free(&allocator, ctx, sizeof *ctx);
 }
@@ -7697,6 +8433,6381 @@ MPT_API mpt_result mpt_loader_set_state(mpt_loader *ld, mpt_bytes state) {
     if (rc == MPT_OK) mpti_loader_resume(ld);
     mpti_mutex_unlock(&ld->lock);
     return rc ? mpti_loader_stop(ld, rc) : MPT_OK;
+}
+
+/* =================================================================================================
+ * >>tensor   4 Tensors: arenas
+ * =================================================================================================
+ *
+ * Problem: a training step may not ask for memory, and a run must know before it begins how much it
+ *          takes, and for what.
+ * Idea:    one arena per purpose, of the planned size, taken at the start; inside it a mark that
+ *          goes up and back.
+ * Shapes:  base | tensor, zeros up to the alignment | tensor ... | free | capacity
+ * Tested:  tests/test_tensor.c
+ * Next:    >>cpu, the operators that work on tensors.
+ */
+enum { MPTI_ALIGNMENT = 64 }; /* a cache line, and a vector of 512 bits */
+
+static size_t mpti_align(size_t bytes) {
+    return (bytes + MPTI_ALIGNMENT - 1) / MPTI_ALIGNMENT * MPTI_ALIGNMENT;
+}
+
+struct mpt_arena {
+    mpt_ctx *ctx;
+    mpt_arena_desc desc; /* with defaults */
+    uint8_t *base;       /* [capacity_bytes] */
+    size_t used;
+};
+
+MPT_API mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc, mpt_arena **out) {
+    mpt_arena *a;
+    mpt_arena_desc d;
+
+    if (!ctx || !desc || !out) return MPT_ERR_INVALID_ARGUMENT;
+    *out = NULL;
+    d = *desc;
+    if (d.alignment == 0) d.alignment = MPTI_ALIGNMENT;
+    if (!d.purpose) d.purpose = "an arena";
+    if (d.capacity_bytes == 0 || (d.alignment & (d.alignment - 1)) != 0)
+        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                                          "mpt_arena_desc: capacity_bytes must be above 0, "
+                                          "alignment a power of two"));
+    a = (mpt_arena *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *a);
+    if (a) {
+        a->ctx = ctx;
+        a->desc = d;
+        a->base =
+            (uint8_t *)mpti_alloc_aligned(&ctx->desc.allocator, d.capacity_bytes, d.alignment);
+    }
+    if (!a || !a->base) {
+        mpt_arena_destroy(a);
+        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY,
+                                          "no memory for %s: %.1f MB", d.purpose,
+                                          (double)d.capacity_bytes / 1e6));
+    }
+    *out = a;
+    return MPT_OK;
+}
+
+/* `bytes` of zeros; NULL: they don't fit. */
+static void *mpti_arena_take(mpt_arena *a, size_t bytes) {
+    size_t align = a->desc.alignment, begin = (a->used + align - 1) & ~(align - 1);
+
+    if (begin < a->used || begin > a->desc.capacity_bytes || bytes > a->desc.capacity_bytes - begin)
+        return NULL;
+    a->used = begin + bytes;
+    return memset(a->base + begin, 0, bytes);
+}
+
+MPT_API mpt_result mpt_arena_tensor(mpt_arena *a, mpt_dtype dtype, const int64_t *dims,
+                                    int num_dims, mpt_tensor *out) {
+    size_t bytes = mpt_dtype_size(dtype);
+    mpt_tensor t;
+    int i;
+
+    if (!a || !out || num_dims < 0 || num_dims > MPT_MAX_DIMS || (num_dims && !dims) || !bytes)
+        return MPT_ERR_INVALID_ARGUMENT;
+    memset(&t, 0, sizeof t);
+    t.dtype = dtype;
+    t.num_dims = num_dims;
+    for (i = 0; i < num_dims; i++) {
+        t.dims[i] = dims[i];
+        if (dims[i] < 0)
+            return mpti_report(a->ctx, MPTI_FAIL(&a->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                                                 "mpt_arena_tensor: dims[%d] is negative", i));
+        if (!mpti_mul(bytes, (size_t)dims[i], &bytes)) bytes = SIZE_MAX;
+    }
+    t.data = mpti_arena_take(a, bytes);
+    if (!t.data)
+        return mpti_report(a->ctx, MPTI_FAIL(&a->ctx->error, MPT_ERR_OUT_OF_MEMORY,
+                                             "%s: a tensor of %zu bytes doesn't fit: %zu of %zu "
+                                             "are taken",
+                                             a->desc.purpose, bytes, a->used,
+                                             a->desc.capacity_bytes));
+    *out = t;
+    return MPT_OK;
+}
+
+MPT_API size_t mpt_arena_mark(const mpt_arena *a) { return a ? a->used : 0; }
+
+MPT_API void mpt_arena_release(mpt_arena *a, size_t mark) {
+    if (a && mark < a->used) a->used = mark;
+}
+
+MPT_API void mpt_arena_destroy(mpt_arena *a) {
+    const mpt_allocator *allocator;
+
+    if (!a) return;
+    allocator = &a->ctx->desc.allocator;
+    mpti_free(allocator, a->base, a->desc.capacity_bytes);
+    mpti_free(allocator, a, sizeof *a);
+}
+
+/* =================================================================================================
+ * >>cpu   5 CPU ops: convolution, dense, batch norm, pools, dropout, softmax cross entropy
+ * =================================================================================================
+ * Problem: every operator must be right first, then fast, and give the same bits on 1 or 64
+ *          threads.
+ * Idea:    a plain loop defines each operator. Where the time goes (convolution and dense) a
+ *          blocked one stands beside it: y[i][j] = sum_t sum_c a[i][t][c] * b[t][c][j] on tiles of
+ *          registers. Work is cut by shape; what chunks add up meets in a fixed tree.
+ * Shapes:  activations (n,h,w,c), filters (k,r,s,c), outputs (n,p,q,k), dense weights (out,in).
+ * Tested:  tests/test_ops.c
+ * Next:    >>layers, which decides what is called with which memory.
+ */
+
+#ifdef MPTI_X86
+#include <cpuid.h>
+#endif
+
+/* ---- kernels, plain -----------------------------------------------------------------------------
+   All multiplication happens in one small kernel on FP32, which keeps its sums in registers:
+       y[i][j] (+)= sum over u, v of a[u * a_outer + v * a_inner + i * a_row]
+                                   * b[u * b_outer + v * b_inner + j]
+   with 16 or 8 columns j. In fprop and dgrad rows are pixels, u counts taps and v goes along a run
+   of x; in wgrad rows are output channels and (u,v) are pixels. */
+typedef struct mpti_product {
+    const float *a, *b;
+    ptrdiff_t a_outer, a_inner, a_row, b_outer, b_inner; /* in floats */
+    int num_outer, num_inner;
+    float *y;
+    ptrdiff_t y_row;
+    int accumulate; /* 1: onto what y holds */
+} mpti_product;
+
+#define MPTI_INLINE static inline __attribute__((always_inline))
+#ifdef __clang__ /* without it the sums stay in memory: 4 to 7 times slower */
+#define MPTI_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define MPTI_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+/* Four lanes: SSE2 and NEON have them, the compiler makes them up elsewhere. */
+typedef float mpti_f32x4 __attribute__((vector_size(16), aligned(4), may_alias));
+enum { MPTI_PLAIN_ROWS = 3 }; /* 3 rows x 4 vectors: 12 of the 16 registers of SSE2 */
+
+MPTI_INLINE void mpti_product_body_plain(const mpti_product *t, const int rows, const int vectors) {
+    const mpti_f32x4 zero = {0, 0, 0, 0};
+    mpti_f32x4 sum[MPTI_PLAIN_ROWS * 4];
+    int i, j, u, v;
+
+    MPTI_UNROLL for (i = 0; i < rows; i++) {
+        const mpti_f32x4 *y = (const mpti_f32x4 *)(const void *)(t->y + i * t->y_row);
+        MPTI_UNROLL for (j = 0; j < vectors; j++) sum[i * 4 + j] = t->accumulate ? y[j] : zero;
+    }
+    for (u = 0; u < t->num_outer; u++) {
+        const float *a = t->a + u * t->a_outer, *b = t->b + u * t->b_outer;
+        for (v = 0; v < t->num_inner; v++, a += t->a_inner, b += t->b_inner) {
+            const mpti_f32x4 *w = (const mpti_f32x4 *)(const void *)b;
+            MPTI_UNROLL for (i = 0; i < rows; i++) {
+                const float s = a[i * t->a_row];
+                const mpti_f32x4 four = {s, s, s, s};
+                MPTI_UNROLL for (j = 0; j < vectors; j++) sum[i * 4 + j] += four * w[j];
+            }
+        }
+    }
+    MPTI_UNROLL for (i = 0; i < rows; i++) {
+        mpti_f32x4 *y = (mpti_f32x4 *)(void *)(t->y + i * t->y_row);
+        MPTI_UNROLL for (j = 0; j < vectors; j++) y[j] = sum[i * 4 + j];
+    }
+}
+
+static void mpti_product_plain(const mpti_product *t, int rows, int columns) {
+    switch (rows * 100 + columns) { /* constants, so that the sums are registers */
+    case 116: mpti_product_body_plain(t, 1, 4); break;
+    case 216: mpti_product_body_plain(t, 2, 4); break;
+    case 316: mpti_product_body_plain(t, 3, 4); break;
+    case 108: mpti_product_body_plain(t, 1, 2); break;
+    case 208: mpti_product_body_plain(t, 2, 2); break;
+    default: mpti_product_body_plain(t, 3, 2); break;
+    }
+}
+
+static void mpti_widen_plain(mpt_dtype dtype, const void *src, float *dst, size_t count) {
+    const uint16_t *h = (const uint16_t *)src;
+    size_t i;
+
+    if (dtype == MPT_F32) memcpy(dst, src, count * sizeof(float));
+    else if (dtype == MPT_F16)
+        for (i = 0; i < count; i++) dst[i] = mpt_f16_to_f32(h[i]);
+    else
+        for (i = 0; i < count; i++) dst[i] = mpt_bf16_to_f32(h[i]);
+}
+
+static void mpti_narrow_plain(mpt_dtype dtype, const float *src, void *dst, size_t count) {
+    uint16_t *h = (uint16_t *)dst;
+    size_t i;
+
+    if (dtype == MPT_F32) memcpy(dst, src, count * sizeof(float));
+    else if (dtype == MPT_F16)
+        for (i = 0; i < count; i++) h[i] = mpt_f32_to_f16(src[i]);
+    else
+        for (i = 0; i < count; i++) h[i] = mpt_f32_to_bf16(src[i]);
+}
+
+/* ---- kernels, AVX2 ------------------------------------------------------------------------------
+   The same with eight lanes and fused multiply-add: 6 rows x 2 vectors, of 16 registers. Compiled
+   whatever the compiler's flags, used where the processor has it. */
+#ifdef MPTI_X86
+#define MPTI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+enum { MPTI_AVX2_ROWS = 6 };
+
+MPTI_INLINE MPTI_TARGET_AVX2 void mpti_product_body_avx2(const mpti_product *t, const int rows,
+                                                         const int vectors) {
+    const ptrdiff_t row = t->a_row, a_inner = t->a_inner, b_inner = t->b_inner;
+    __m256 sum[MPTI_AVX2_ROWS * 2];
+    int i, j, u, v;
+
+    MPTI_UNROLL for (i = 0; i < rows * 2; i++) sum[i] = _mm256_setzero_ps();
+    if (t->accumulate) {
+        MPTI_UNROLL for (i = 0; i < rows; i++) {
+            MPTI_UNROLL for (j = 0; j < vectors; j++)
+                sum[i * 2 + j] = _mm256_loadu_ps(t->y + i * t->y_row + 8 * j);
+        }
+    }
+    for (u = 0; u < t->num_outer; u++) {
+        /* Two bases for six rows: base, base + row, base + 2 row are addresses that x86 can form.
+           */
+        const float *low = t->a + u * t->a_outer, *high = low + 3 * row, *b = t->b + u * t->b_outer;
+        for (v = 0; v < t->num_inner; v++, low += a_inner, high += a_inner, b += b_inner) {
+            __m256 w[2];
+            MPTI_UNROLL for (j = 0; j < vectors; j++) w[j] = _mm256_loadu_ps(b + 8 * j);
+            MPTI_UNROLL for (i = 0; i < rows; i++) {
+                const __m256 s = _mm256_broadcast_ss(i < 3 ? low + i * row : high + (i - 3) * row);
+                MPTI_UNROLL for (j = 0; j < vectors; j++)
+                    sum[i * 2 + j] = _mm256_fmadd_ps(s, w[j], sum[i * 2 + j]);
+            }
+        }
+    }
+    MPTI_UNROLL for (i = 0; i < rows; i++) {
+        MPTI_UNROLL for (j = 0; j < vectors; j++)
+            _mm256_storeu_ps(t->y + i * t->y_row + 8 * j, sum[i * 2 + j]);
+    }
+}
+
+static MPTI_TARGET_AVX2 void mpti_product_avx2(const mpti_product *t, int rows, int columns) {
+    switch (rows * 100 + columns) {
+    case 116: mpti_product_body_avx2(t, 1, 2); break;
+    case 216: mpti_product_body_avx2(t, 2, 2); break;
+    case 316: mpti_product_body_avx2(t, 3, 2); break;
+    case 416: mpti_product_body_avx2(t, 4, 2); break;
+    case 516: mpti_product_body_avx2(t, 5, 2); break;
+    case 616: mpti_product_body_avx2(t, 6, 2); break;
+    case 108: mpti_product_body_avx2(t, 1, 1); break;
+    case 208: mpti_product_body_avx2(t, 2, 1); break;
+    case 308: mpti_product_body_avx2(t, 3, 1); break;
+    case 408: mpti_product_body_avx2(t, 4, 1); break;
+    case 508: mpti_product_body_avx2(t, 5, 1); break;
+    default: mpti_product_body_avx2(t, 6, 1); break;
+    }
+}
+
+static MPTI_TARGET_AVX2 void mpti_widen_avx2(mpt_dtype dtype, const void *src, float *dst,
+                                             size_t count) {
+    const uint16_t *h = (const uint16_t *)src;
+    size_t i = 0;
+
+    if (dtype == MPT_F16) {
+        for (; i + 8 <= count; i += 8)
+            _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(
+                                          _mm_loadu_si128((const __m128i *)(const void *)(h + i))));
+    } else if (dtype == MPT_BF16) {
+        for (; i + 8 <= count; i += 8) {
+            __m256i v = _mm256_cvtepu16_epi32(
+                _mm_loadu_si128((const __m128i *)(const void *)(h + i)));
+            _mm256_storeu_ps(dst + i, _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)));
+        }
+    }
+    if (dtype == MPT_F32) mpti_widen_plain(dtype, src, dst, count);
+    else mpti_widen_plain(dtype, h + i, dst + i, count - i);
+}
+
+/* Eight FP32 to BF16 as mpt_f32_to_bf16 does it, each in the lower half of its lane. */
+MPTI_INLINE MPTI_TARGET_AVX2 __m256i mpti_to_bf16_avx2(__m256i u) {
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i magnitude = _mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff));
+    const __m256i is_nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
+    const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+
+    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+}
+
+static MPTI_TARGET_AVX2 void mpti_narrow_avx2(mpt_dtype dtype, const float *src, void *dst,
+                                              size_t count) {
+    uint16_t *h = (uint16_t *)dst;
+    size_t i = 0;
+
+    if (dtype == MPT_F16) {
+        for (; i + 8 <= count; i += 8)
+            _mm_storeu_si128((__m128i *)(void *)(h + i),
+                             _mm256_cvtps_ph(_mm256_loadu_ps(src + i), 0));
+    } else if (dtype == MPT_BF16) {
+        for (; i + 8 <= count; i += 8) {
+            __m256i v = mpti_to_bf16_avx2(
+                _mm256_loadu_si256((const __m256i *)(const void *)(src + i)));
+            v = _mm256_permute4x64_epi64(_mm256_packus_epi32(v, v),
+                                         0x08); /* lanes 0 and 2 side by side */
+            _mm_storeu_si128((__m128i *)(void *)(h + i), _mm256_castsi256_si128(v));
+        }
+    }
+    if (dtype == MPT_F32) mpti_narrow_plain(dtype, src, dst, count);
+    else mpti_narrow_plain(dtype, src + i, h + i, count - i);
+}
+
+static bool mpti_has_avx2(void) {
+    unsigned eax, ebx, ecx, edx;
+
+    /* Not every compiler knows the name f16c: CPUID leaf 1, bit 29 of ECX. */
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & 1u << 29)) return false;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+#endif
+
+/* ---- the backend object -------------------------------------------------------------------------
+   A family is a choice of functions, made once when the backend is opened. Families may round
+   differently; each gives its own bits on any number of threads. */
+typedef struct mpti_cpu mpti_cpu;
+typedef enum mpti_direction { MPTI_FPROP, MPTI_DGRAD, MPTI_WGRAD } mpti_direction;
+
+typedef struct mpti_cpu_family {
+    const char *name;
+    bool (*is_supported)(void); /* NULL: everywhere */
+    int max_rows;               /* that product takes */
+    void (*product)(const mpti_product *t, int rows, int columns);
+    void (*widen)(mpt_dtype dtype, const void *src, float *dst, size_t count);
+    void (*narrow)(mpt_dtype dtype, const float *src, void *dst, size_t count);
+    size_t (*conv2d_bytes)(const mpt_conv2d_args *a, mpti_direction direction);
+    mpt_result (*conv2d)(const mpti_cpu *cpu, const mpt_conv2d_args *a, mpti_direction direction);
+} mpti_cpu_family;
+
+struct mpti_cpu {
+    mpt_ctx *ctx;
+    const mpti_cpu_family *family;
+};
+
+typedef void (*mpti_range_fn)(void *user, int64_t chunk, int64_t begin, int64_t end);
+typedef struct mpti_ranges {
+    int64_t items, chunks;
+    mpti_range_fn fn;
+    void *user;
+} mpti_ranges;
+
+static int64_t mpti_num_chunks(int64_t items, int64_t most) {
+    return items < most ? items : most;
+}
+
+static mpt_result mpti_run_range(int64_t chunk, void *user) {
+    const mpti_ranges *r = (const mpti_ranges *)user;
+
+    r->fn(r->user, chunk, r->items * chunk / r->chunks, r->items * (chunk + 1) / r->chunks);
+    return MPT_OK;
+}
+
+/* fn on `chunks` ranges that together are 0 .. items-1; at most as many as there are items. */
+static mpt_result mpti_for_ranges(const mpti_cpu *cpu, int64_t items, int64_t chunks,
+                                  mpti_range_fn fn, void *user) {
+    mpti_ranges r;
+
+    if (items == 0) return MPT_OK;
+    r.items = items;
+    r.chunks = mpti_num_chunks(items, chunks);
+    r.fn = fn;
+    r.user = user;
+    return mpt_parallel_for(cpu->ctx, r.chunks, mpti_run_range, &r);
+}
+
+/* Parts added in pairs, then pairs of pairs: the order is the same whoever computed them. The sum
+   is left in part 0. parts: (num_parts,stride), of each the numbers begin .. end-1. */
+static void mpti_tree_sum_f32(float *parts, size_t stride, int64_t num_parts, size_t begin,
+                              size_t end) {
+    int64_t step, i;
+    size_t e;
+
+    for (step = 1; step < num_parts; step *= 2) {
+        for (i = 0; i + step < num_parts; i += 2 * step) {
+            float *to = parts + (size_t)i * stride;
+            const float *from = to + (size_t)step * stride;
+            for (e = begin; e < end; e++) to[e] += from[e];
+        }
+    }
+}
+
+static void mpti_tree_sum_f64(double *parts, size_t stride, int64_t num_parts) {
+    int64_t step, i;
+    size_t e;
+
+    for (step = 1; step < num_parts; step *= 2) {
+        for (i = 0; i + step < num_parts; i += 2 * step) {
+            double *to = parts + (size_t)i * stride;
+            for (e = 0; e < stride; e++) to[e] += to[(size_t)step * stride + e];
+        }
+    }
+}
+
+/* ---- elements and rows of any storage type --------------------------------------------------- */
+static float mpti_load(mpt_dtype dtype, const void *p, size_t i) {
+    if (dtype == MPT_F32) return ((const float *)p)[i];
+    if (dtype == MPT_F16) return mpt_f16_to_f32(((const uint16_t *)p)[i]);
+    return mpt_bf16_to_f32(((const uint16_t *)p)[i]);
+}
+
+static void mpti_store(mpt_dtype dtype, void *p, size_t i, float v) {
+    if (dtype == MPT_F32) ((float *)p)[i] = v;
+    else if (dtype == MPT_F16) ((uint16_t *)p)[i] = mpt_f32_to_f16(v);
+    else ((uint16_t *)p)[i] = mpt_f32_to_bf16(v);
+}
+
+static const void *mpti_at(mpt_dtype dtype, const void *p, int64_t i) {
+    return (const char *)p + (size_t)i * mpt_dtype_size(dtype);
+}
+
+static void *mpti_at_mutable(mpt_dtype dtype, void *p, int64_t i) {
+    return (char *)p + (size_t)i * mpt_dtype_size(dtype);
+}
+
+/* Elementwise loops work on spans of at most this many numbers, in FP32. */
+enum { MPTI_SPAN = 512 };
+
+/* p[at .. at+count-1] as FP32: where it is, or widened into buffer. */
+static const float *mpti_row_read(const mpti_cpu *cpu, mpt_dtype dtype, const void *p, int64_t at,
+                                  int64_t count, float *buffer) {
+    if (dtype == MPT_F32) return (const float *)p + at;
+    cpu->family->widen(dtype, mpti_at(dtype, p, at), buffer, (size_t)count);
+    return buffer;
+}
+
+static void mpti_zero(mpt_dtype dtype, void *p, int64_t begin,
+                      int64_t end) { /* all bits 0 is 0.0 */
+    if (begin < end)
+        memset(mpti_at_mutable(dtype, p, begin), 0, (size_t)(end - begin) * mpt_dtype_size(dtype));
+}
+
+static int64_t mpti_min64(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static int64_t mpti_max64(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+static int mpti_min_int(int a, int b) {
+    return a < b ? a : b;
+}
+
+static int mpti_max_int(int a, int b) {
+    return a > b ? a : b;
+}
+
+static bool mpti_is_nan(float x) {
+    return (mpti_f32_bits(x) & 0x7fffffffu) > 0x7f800000u;
+}
+
+/* ---- what every entry checks first ----------------------------------------------------------- */
+static bool mpti_is_storage(mpt_dtype dtype) {
+    return dtype == MPT_F32 || dtype == MPT_F16 || dtype == MPT_BF16;
+}
+
+static mpt_result mpti_op_error(const mpti_cpu *cpu, const char *op, const char *what) {
+    return mpti_report(cpu->ctx,
+                       MPTI_FAIL(&cpu->ctx->error, MPT_ERR_INVALID_ARGUMENT, "%s: %s", op, what));
+}
+
+static mpt_result mpti_check_slice(const mpti_cpu *cpu, const char *op, int n, int num_valid,
+                                   mpt_dtype dtype, double per_sample) {
+    if (n < 1 || num_valid < 0 || num_valid > n)
+        return mpti_op_error(cpu, op, "n must be at least 1 and num_valid 0 .. n");
+    if (!mpti_is_storage(dtype))
+        return mpti_op_error(cpu, op, "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
+    /* 2^50 elements: then no product of sizes overflows 64 bits (a double holds this exactly
+       enough) */
+    if (per_sample < 1 || per_sample * n > 1125899906842624.0)
+        return mpti_op_error(cpu, op, "a dimension is less than 1, or all together are too large");
+    return MPT_OK;
+}
+
+static mpt_result mpti_check_workspace(const mpti_cpu *cpu, const char *op, const void *workspace,
+                                       size_t have, size_t need) {
+    if (need == 0 || (workspace && have >= need)) return MPT_OK;
+    return mpti_report(
+        cpu->ctx,
+        MPTI_FAIL(&cpu->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                  "%s: the workspace has %zu bytes and needs %zu (see %s_workspace_bytes)", op,
+                  workspace ? have : (size_t)0, need, op));
+}
+
+/* ---- convolution and dense: the definition --------------------------------------------------- */
+/* y[n,p,q,k] = bias[k] + sum over r,s,c of x[n, p*stride-padding+r, q*stride-padding+s, c] *
+   w[k,r,s,c] */
+static float mpti_fprop_at(const mpt_conv2d_args *a, int n, int p, int q, int k) {
+    float sum = 0;
+    int r, s, c;
+
+    for (r = 0; r < a->r; r++) {
+        for (s = 0; s < a->s; s++) {
+            int h = p * a->stride - a->padding + r, v = q * a->stride - a->padding + s;
+            if (h < 0 || h >= a->h || v < 0 || v >= a->wd) continue;
+            for (c = 0; c < a->c; c++)
+                sum += mpti_load(a->dtype, a->x, (((size_t)n * a->h + h) * a->wd + v) * a->c + c) *
+                       mpti_load(a->dtype, a->w, (((size_t)k * a->r + r) * a->s + s) * a->c + c);
+        }
+    }
+    return a->bias ? sum + a->bias[k] : sum;
+}
+
+static void mpti_fprop_define(const mpt_conv2d_args *a) {
+    size_t at = 0;
+    int n, p, q, k;
+
+    for (n = 0; n < a->n; n++)
+        for (p = 0; p < a->p; p++)
+            for (q = 0; q < a->q; q++)
+                for (k = 0; k < a->k; k++)
+                    mpti_store(a->dtype, a->y, at++,
+                               n < a->num_valid ? mpti_fprop_at(a, n, p, q, k) : 0);
+}
+
+/* dx[n,h,v,c] = sum over r,s,k of dy[n,p,q,k] * w[k,r,s,c], where p * stride - padding + r = h: the
+   outputs that x[n,h,v,c] went into. */
+static float mpti_dgrad_at(const mpt_conv2d_args *a, int n, int h, int v, int c) {
+    float sum = 0;
+    int r, s, k;
+
+    for (r = 0; r < a->r; r++) {
+        for (s = 0; s < a->s; s++) {
+            int up = h + a->padding - r, left = v + a->padding - s, p = up / a->stride,
+                q = left / a->stride;
+            if (up < 0 || left < 0 || up % a->stride || left % a->stride || p >= a->p || q >= a->q)
+                continue;
+            for (k = 0; k < a->k; k++)
+                sum += mpti_load(a->dtype, a->dy, (((size_t)n * a->p + p) * a->q + q) * a->k + k) *
+                       mpti_load(a->dtype, a->w, (((size_t)k * a->r + r) * a->s + s) * a->c + c);
+        }
+    }
+    return sum;
+}
+
+static void mpti_dgrad_define(const mpt_conv2d_args *a) {
+    size_t at = 0;
+    int n, h, v, c;
+
+    for (n = 0; n < a->n; n++)
+        for (h = 0; h < a->h; h++)
+            for (v = 0; v < a->wd; v++)
+                for (c = 0; c < a->c; c++)
+                    mpti_store(a->dtype, a->dx, at++,
+                               n < a->num_valid ? mpti_dgrad_at(a, n, h, v, c) : 0);
+}
+
+/* dw[k,r,s,c] = sum over n,p,q of x[n, p*stride-padding+r, q*stride-padding+s, c] * dy[n,p,q,k] */
+static float mpti_wgrad_at(const mpt_conv2d_args *a, int k, int r, int s, int c) {
+    float sum = 0;
+    int n, p, q;
+
+    for (n = 0; n < a->num_valid; n++) {
+        for (p = 0; p < a->p; p++) {
+            for (q = 0; q < a->q; q++) {
+                int h = p * a->stride - a->padding + r, v = q * a->stride - a->padding + s;
+                if (h < 0 || h >= a->h || v < 0 || v >= a->wd) continue;
+                sum += mpti_load(a->dtype, a->x, (((size_t)n * a->h + h) * a->wd + v) * a->c + c) *
+                       mpti_load(a->dtype, a->dy, (((size_t)n * a->p + p) * a->q + q) * a->k + k);
+            }
+        }
+    }
+    return sum;
+}
+
+static void mpti_wgrad_define(const mpt_conv2d_args *a) {
+    size_t at = 0, pixel, pixels = (size_t)a->num_valid * a->p * a->q;
+    int k, r, s, c;
+
+    for (k = 0; k < a->k; k++)
+        for (r = 0; r < a->r; r++)
+            for (s = 0; s < a->s; s++)
+                for (c = 0; c < a->c; c++) a->dw[at++] = mpti_wgrad_at(a, k, r, s, c);
+    for (k = 0; k < a->k && a->dbias; k++) { /* dbias[k] = sum over n,p,q of dy[n,p,q,k] */
+        a->dbias[k] = 0;
+        for (pixel = 0; pixel < pixels; pixel++)
+            a->dbias[k] += mpti_load(a->dtype, a->dy, pixel * a->k + k);
+    }
+}
+
+static mpt_result mpti_conv2d_define(const mpti_cpu *cpu, const mpt_conv2d_args *a,
+                                     mpti_direction direction) {
+    (void)cpu;
+    if (direction == MPTI_FPROP) mpti_fprop_define(a);
+    else if (direction == MPTI_DGRAD) mpti_dgrad_define(a);
+    else mpti_wgrad_define(a);
+    return MPT_OK;
+}
+
+static size_t mpti_conv2d_define_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
+    (void)a, (void)direction;
+    return 0;
+}
+
+/* ---- convolution, blocked: fprop and dgrad ------------------------------------------------------
+   In NHWC the s*c numbers under one row of a filter lie side by side. So a convolution is r taps
+   with runs of s*c numbers, whatever the stride, and needs no copy of the input per tap:
+
+       staged band of x, FP32, borders filled in         packed w: panels of 16 (last: 8) outputs
+       +--------------------------------------+          [panel][r][s*c][16]
+       | row p*stride     [ s*c run ]         |
+       |     p*stride+1   [ s*c run ]         |   --->   tile: 6 pixels x 16 outputs in registers
+       |     p*stride+2   [ s*c run ]         |
+       +--------------------------------------+
+
+   dgrad is the same with dy for x and a turned filter. With a stride, the pixels of dx fall into
+   stride * stride phases by what is left of (h + padding, w + padding) / stride; each meets only
+   every stride-th tap, and is a convolution of step 1 of its own. Each output number is one sum in
+   the order r, s, c, so no choice of band or block changes a bit. */
+enum {
+    MPTI_CONV_CHUNKS = 32,        /* each has scratch of its own */
+    MPTI_BAND_FLOATS = 32 * 1024, /* of a staged band and its results: half of a 256 KiB L2 cache */
+    MPTI_RUN_FLOATS = 384         /* 24 KiB of packed weights stay in L1 while a band passes */
+};
+
+/* out[j][l] = sum over the taps of the source that begin at row0 + j * step, col0 + l * step */
+typedef struct mpti_correlation {
+    int h, w, c;                             /* of the source image */
+    int row0, col0, step;                    /* row0, col0 < 0: padding */
+    int taps_r, taps_s;                      /* 0: nothing falls here */
+    int rows, cols;                          /* of out */
+    int dst_row0, dst_col0, dst_step, dst_w; /* out[j][l] is pixel (dst_row0 + j * dst_step, ...) */
+    int k;                                   /* numbers per pixel of out */
+    int band_rows;
+    size_t packed_at, packed_floats; /* within the packed weights */
+} mpti_correlation;
+
+static int mpti_panel_width(int k, int k0) {
+    return k - k0 > 8 ? 16 : 8;
+}
+
+/* The columns of all panels: 16s, and an 8 if that holds the rest. */
+static int mpti_panel_end(int k) {
+    int rest = k % 16;
+    return k - rest + (rest > 8 ? 16 : rest > 0 ? 8 : 0);
+}
+
+static size_t mpti_staged_floats(const mpti_correlation *g, int rows) {
+    return (size_t)((rows - 1) * g->step + g->taps_r) *
+           (size_t)((g->cols - 1) * g->step + g->taps_s) * g->c;
+}
+
+static void mpti_choose_band(mpti_correlation *g) {
+    size_t row = (size_t)g->step * (size_t)((g->cols - 1) * g->step + g->taps_s) * g->c +
+                 (size_t)g->cols * mpti_panel_end(g->k);
+    size_t fit = MPTI_BAND_FLOATS / row;
+
+    g->band_rows = fit < 1 ? 1 : fit < (size_t)g->rows ? (int)fit : g->rows;
+    g->packed_floats = (size_t)g->taps_r * g->taps_s * g->c * mpti_panel_end(g->k);
+}
+
+/* A 1x1 filter of stride 1 doesn't see rows: all pixels of the slice are one row, cut into groups.
+   */
+static bool mpti_is_flat(const mpt_conv2d_args *a) {
+    return a->r == 1 && a->s == 1 && a->stride == 1 && a->padding == 0;
+}
+
+static int mpti_flat_group(const mpt_conv2d_args *a) {
+    int64_t fit = MPTI_BAND_FLOATS / ((int64_t)a->c + a->k), total = (int64_t)a->n * a->h * a->wd;
+    return (int)mpti_min64(total, fit < 48 ? 48 : fit > 192 ? 192 : fit);
+}
+
+static void mpti_fprop_geometry(const mpt_conv2d_args *a, mpti_correlation *g) {
+    memset(g, 0, sizeof *g);
+    g->h = a->h;
+    g->w = a->wd;
+    g->c = a->c;
+    g->row0 = g->col0 = -a->padding;
+    g->step = a->stride;
+    g->taps_r = a->r;
+    g->taps_s = a->s;
+    g->rows = a->p;
+    g->cols = a->q;
+    g->dst_step = 1;
+    g->dst_w = a->q;
+    g->k = a->k;
+    if (mpti_is_flat(a)) {
+        g->h = g->rows = 1;
+        g->w = g->cols = g->dst_w = mpti_flat_group(a);
+    }
+    mpti_choose_band(g);
+}
+
+/* One axis of a phase: u = h + padding = phase + stride * j. Tap i, counted backwards, is the
+   filter's r = phase + stride * (taps-1-i) and meets dy's row j - (taps-1) + i. */
+static int mpti_phase_axis(int size, int kernel, int stride, int padding, int phase, int *row0,
+                           int *dst0, int *count) {
+    int taps = phase < kernel ? (kernel - phase + stride - 1) / stride : 0;
+    int first = padding > phase ? (padding - phase + stride - 1) / stride : 0;
+    int last = size - 1 + padding - phase;
+
+    *count = last < 0 ? 0 : mpti_max_int(last / stride - first + 1, 0);
+    *row0 = first - (taps - 1);
+    *dst0 = phase + stride * first - padding;
+    return taps;
+}
+
+static void mpti_dgrad_geometry(const mpt_conv2d_args *a, int phase, mpti_correlation *g) {
+    memset(g, 0, sizeof *g);
+    g->h = a->p;
+    g->w = a->q;
+    g->c = a->k;
+    g->step = 1;
+    g->taps_r = mpti_phase_axis(a->h, a->r, a->stride, a->padding, phase / a->stride, &g->row0,
+                                &g->dst_row0, &g->rows);
+    g->taps_s = mpti_phase_axis(a->wd, a->s, a->stride, a->padding, phase % a->stride, &g->col0,
+                                &g->dst_col0, &g->cols);
+    g->dst_step = a->stride;
+    g->dst_w = a->wd;
+    g->k = a->c;
+    if (mpti_is_flat(a)) {
+        g->h = g->rows = 1;
+        g->w = g->cols = g->dst_w = mpti_flat_group(a);
+    }
+    if (g->rows == 0 || g->cols == 0 || g->taps_s == 0) g->taps_r = 0;
+    if (g->taps_r) mpti_choose_band(g);
+}
+
+typedef struct mpti_conv_plan { /* what the workspace is for; a function of the shape alone */
+    int64_t items, chunks;      /* images, or groups of pixels */
+    int num_phases;
+    size_t packed_floats, slot_floats, bytes;
+} mpti_conv_plan;
+
+static size_t mpti_round16(size_t floats) { /* 64 bytes: no two threads write to one cache line */
+    return (floats + 15) / 16 * 16;
+}
+
+static void mpti_phase_geometry(const mpt_conv2d_args *a, bool forward, int phase, size_t packed_at,
+                                mpti_correlation *g) {
+    if (forward) mpti_fprop_geometry(a, g);
+    else mpti_dgrad_geometry(a, phase, g);
+    g->packed_at = packed_at;
+}
+
+static void mpti_conv_plan_make(const mpt_conv2d_args *a, bool forward, mpti_conv_plan *plan) {
+    int64_t total = (int64_t)a->n * a->h * a->wd;
+    mpti_correlation g;
+    int phase;
+
+    memset(plan, 0, sizeof *plan);
+    plan->items = mpti_is_flat(a) ? (total + mpti_flat_group(a) - 1) / mpti_flat_group(a) : a->n;
+    plan->chunks = mpti_num_chunks(plan->items, MPTI_CONV_CHUNKS);
+    plan->num_phases = forward ? 1 : a->stride * a->stride;
+    for (phase = 0; phase < plan->num_phases; phase++) {
+        size_t slot;
+        mpti_phase_geometry(a, forward, phase, plan->packed_floats, &g);
+        if (!g.taps_r) continue;
+        slot = mpti_round16(mpti_staged_floats(&g, g.band_rows)) +
+               mpti_round16((size_t)g.band_rows * g.cols * mpti_panel_end(g.k));
+        if (slot > plan->slot_floats) plan->slot_floats = slot;
+        plan->packed_floats += mpti_round16(g.packed_floats);
+    }
+    plan->bytes = (plan->packed_floats + (size_t)plan->chunks * plan->slot_floats) * sizeof(float);
+}
+
+typedef struct mpti_conv_job {
+    const mpti_cpu *cpu;
+    const mpt_conv2d_args *a;
+    bool forward;
+    mpti_conv_plan plan;
+    float *packed, *slots;
+} mpti_conv_job;
+
+/* One panel: (taps_r, taps_s * c, width), zeros where there is no output. */
+static void mpti_pack_panel(const mpti_conv_job *job, const mpti_correlation *g, int phase,
+                            int k0) {
+    const mpt_conv2d_args *a = job->a;
+    const int width = mpti_panel_width(g->k, k0), st = a->stride;
+    float *out = job->packed + g->packed_at + (size_t)k0 * g->taps_r * g->taps_s * g->c;
+    int i, j, c, e;
+
+    for (i = 0; i < g->taps_r; i++) {
+        for (j = 0; j < g->taps_s; j++) {
+            int r = job->forward ? i : phase / st + st * (g->taps_r - 1 - i);
+            int s = job->forward ? j : phase % st + st * (g->taps_s - 1 - j);
+            for (c = 0; c < g->c; c++, out += width) {
+                for (e = 0; e < width; e++) {
+                    int filter = job->forward ? k0 + e : c, channel = job->forward ? c : k0 + e;
+                    size_t at = (((size_t)filter * a->r + r) * a->s + s) * a->c + channel;
+                    out[e] = k0 + e < g->k ? mpti_load(a->dtype, a->w, at) : 0;
+                }
+            }
+        }
+    }
+}
+
+static void mpti_pack_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpti_conv_job *job = (const mpti_conv_job *)user;
+    size_t packed_at = 0;
+    int phase;
+    int64_t panel;
+
+    (void)chunk;
+    for (phase = 0; phase < job->plan.num_phases; phase++) {
+        mpti_correlation g;
+        mpti_phase_geometry(job->a, job->forward, phase, packed_at, &g);
+        if (!g.taps_r) continue;
+        for (panel = begin; panel < end; panel++) mpti_pack_panel(job, &g, phase, (int)panel * 16);
+        packed_at += mpti_round16(g.packed_floats);
+    }
+}
+
+/* Rows row0 .. and columns col0 .. of an image as FP32 (rows,cols,c); zeros outside of it. */
+static void mpti_stage(const mpti_cpu *cpu, mpt_dtype dtype, const void *image,
+                       const mpti_correlation *g, int row0, int rows, int cols, float *out) {
+    const int first = mpti_max_int(g->col0, 0), last = mpti_min_int(g->col0 + cols, g->w);
+    const size_t row_floats = (size_t)cols * g->c;
+    int i;
+
+    for (i = 0; i < rows; i++, out += row_floats) {
+        size_t left = (size_t)(first - g->col0) * g->c,
+               count = first < last ? (size_t)(last - first) * g->c : 0;
+        if (row0 + i < 0 || row0 + i >= g->h || count == 0) {
+            memset(out, 0, row_floats * sizeof(float));
+            continue;
+        }
+        memset(out, 0, left * sizeof(float));
+        cpu->family->widen(dtype,
+                           mpti_at(dtype, image, ((int64_t)(row0 + i) * g->w + first) * g->c),
+                           out + left, count);
+        memset(out + left + count, 0, (row_floats - left - count) * sizeof(float));
+    }
+}
+
+/* Some taps, or part of one tap's run, of all panels and all rows of a band. */
+typedef struct mpti_taps {
+    int taps, run;
+    size_t a_at, b_at; /* where they begin: in a staged row; in a panel, in rows of `width` */
+} mpti_taps;
+
+typedef struct mpti_band {
+    const float *a; /* (rows * step + taps_r - 1, a_row) */
+    ptrdiff_t a_row;
+    int rows;
+    float *y; /* out[j][l] at y + j * y_row + l * y_pixel */
+    ptrdiff_t y_row, y_pixel;
+} mpti_band;
+
+static void mpti_band_block(const mpti_cpu *cpu, const mpti_correlation *g, const float *packed,
+                            const mpti_band *band, const mpti_taps *block) {
+    const int tiles = (g->cols + cpu->family->max_rows - 1) /
+                      cpu->family->max_rows; /* nearly equal */
+    const size_t depth = (size_t)g->taps_r * g->taps_s * g->c;
+    mpti_product t;
+    int k0, j, i;
+
+    t.a_outer = band->a_row;
+    t.a_inner = 1;
+    t.a_row = (ptrdiff_t)g->step * g->c;
+    t.num_outer = block->taps;
+    t.num_inner = block->run;
+    t.y_row = band->y_pixel;
+    t.accumulate = block->b_at > 0;
+    for (k0 = 0; k0 < g->k; k0 += 16) {
+        int width = mpti_panel_width(g->k, k0);
+        t.b = packed + k0 * depth + block->b_at * width;
+        t.b_inner = width;
+        t.b_outer = (ptrdiff_t)block->run * width;
+        for (j = 0; j < band->rows; j++) {
+            for (i = 0; i < tiles; i++) {
+                int l = (int)((int64_t)g->cols * i / tiles),
+                    end = (int)((int64_t)g->cols * (i + 1) / tiles);
+                t.a = band->a + j * g->step * band->a_row + l * t.a_row + block->a_at;
+                t.y = band->y + j * band->y_row + l * band->y_pixel + k0;
+                cpu->family->product(&t, end - l, width);
+            }
+        }
+    }
+}
+
+static void mpti_band_multiply(const mpti_cpu *cpu, const mpti_correlation *g, const float *packed,
+                               const mpti_band *band) {
+    const int run = g->taps_s * g->c;
+    mpti_taps block;
+    int tap, at;
+
+    if (g->taps_r * run <= MPTI_RUN_FLOATS) {
+        block.taps = g->taps_r;
+        block.run = run;
+        block.a_at = block.b_at = 0;
+        mpti_band_block(cpu, g, packed, band, &block);
+        return;
+    }
+    block.taps = 1;
+    for (tap = 0; tap < g->taps_r; tap++) {
+        for (at = 0; at < run; at += block.run) {
+            block.run = mpti_min_int(run - at, MPTI_RUN_FLOATS);
+            block.a_at = (size_t)tap * band->a_row + at;
+            block.b_at = (size_t)tap * run + at;
+            mpti_band_block(cpu, g, packed, band, &block);
+        }
+    }
+}
+
+/* A band's results in scratch (rows,cols,y_pixel) to the image, with bias. */
+static void mpti_band_store(const mpti_conv_job *job, const mpti_correlation *g,
+                            const mpti_band *band, int j0, void *image) {
+    const mpt_conv2d_args *a = job->a;
+    const float *bias = job->forward ? a->bias : NULL;
+    int j, l, e;
+
+    for (j = 0; j < band->rows; j++) {
+        int64_t row = (int64_t)(g->dst_row0 + (j0 + j) * g->dst_step) * g->dst_w + g->dst_col0;
+        for (l = 0; l < g->cols; l++) {
+            float *y = band->y + j * band->y_row + l * band->y_pixel;
+            for (e = 0; bias && e < g->k; e++) y[e] += bias[e];
+            job->cpu->family->narrow(a->dtype, y,
+                                     mpti_at_mutable(a->dtype, image,
+                                                     (row + (int64_t)l * g->dst_step) * g->k),
+                                     (size_t)g->k);
+        }
+    }
+}
+
+/* One phase of one image, band by band. FP32 without borders is read in place, FP32 in whole panels
+   is written in place; all else goes through the scratch slot. */
+static void mpti_correlate(const mpti_conv_job *job, const mpti_correlation *g, const void *src,
+                           void *dst, float *slot) {
+    const mpt_dtype dtype = job->a->dtype;
+    const int staged_cols = (g->cols - 1) * g->step + g->taps_s;
+    const bool inside = g->row0 >= 0 && g->col0 >= 0 && g->col0 + staged_cols <= g->w &&
+                        g->row0 + (g->rows - 1) * g->step + g->taps_r <= g->h;
+    const bool in_place = dtype == MPT_F32 && g->k == mpti_panel_end(g->k) &&
+                          !(job->forward && job->a->bias);
+    float *results = slot + mpti_round16(mpti_staged_floats(g, g->band_rows));
+    mpti_band band;
+    int j0;
+
+    for (j0 = 0; j0 < g->rows; j0 += band.rows) {
+        int row0 = g->row0 + j0 * g->step;
+        band.rows = mpti_min_int(g->rows - j0, g->band_rows);
+        band.a = slot;
+        band.a_row = (ptrdiff_t)staged_cols * g->c;
+        if (dtype == MPT_F32 && inside) {
+            band.a_row = (ptrdiff_t)g->w * g->c;
+            band.a = (const float *)src + row0 * band.a_row + (ptrdiff_t)g->col0 * g->c;
+        } else {
+            mpti_stage(job->cpu, dtype, src, g, row0, (band.rows - 1) * g->step + g->taps_r,
+                       staged_cols, slot);
+        }
+        band.y = results;
+        band.y_pixel = mpti_panel_end(g->k);
+        band.y_row = g->cols * band.y_pixel;
+        if (in_place) {
+            int64_t at = ((int64_t)(g->dst_row0 + j0 * g->dst_step) * g->dst_w + g->dst_col0) *
+                         g->k;
+            band.y = (float *)dst + at;
+            band.y_pixel = (ptrdiff_t)g->dst_step * g->k;
+            band.y_row = (ptrdiff_t)g->dst_step * g->dst_w * g->k;
+        }
+        mpti_band_multiply(job->cpu, g, job->packed + g->packed_at, &band);
+        if (!in_place) mpti_band_store(job, g, &band, j0, dst);
+    }
+}
+
+/* The images or pixel groups of one chunk. */
+static void mpti_conv_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpti_conv_job *job = (const mpti_conv_job *)user;
+    const mpt_conv2d_args *a = job->a;
+    const void *src = job->forward ? a->x : a->dy;
+    void *dst = job->forward ? a->y : a->dx;
+    const int64_t in = job->forward ? (int64_t)a->h * a->wd * a->c : (int64_t)a->p * a->q * a->k;
+    const int64_t out = job->forward ? (int64_t)a->p * a->q * a->k : (int64_t)a->h * a->wd * a->c;
+    const bool flat = mpti_is_flat(a),
+               has_gaps = !job->forward && (a->r < a->stride || a->s < a->stride);
+    const int64_t pixels = (int64_t)a->h * a->wd; /* of an image; of a group if flat: */
+    const int64_t group = flat ? mpti_flat_group(a) : 1,
+                  valid = flat ? a->num_valid * pixels : a->num_valid;
+    const int64_t total = flat ? a->n * pixels : a->n, scale = flat ? pixels : 1;
+    size_t packed_at;
+    int64_t item;
+    int phase;
+
+    for (item = begin; item < end; item++) {
+        int64_t first = item * group, last = mpti_min64(first + group, total);
+        int64_t count = mpti_max64(mpti_min64(last, valid) - first,
+                                   0); /* images or pixels that count */
+        mpti_zero(a->dtype, dst, (first + (has_gaps ? 0 : count)) * (out / scale),
+                  last * (out / scale));
+        for (phase = 0, packed_at = 0; phase < job->plan.num_phases && count > 0; phase++) {
+            mpti_correlation g;
+            mpti_phase_geometry(a, job->forward, phase, packed_at, &g);
+            if (!g.taps_r) continue;
+            packed_at += mpti_round16(g.packed_floats);
+            if (flat) g.w = g.cols = g.dst_w = (int)count;
+            mpti_correlate(job, &g, mpti_at(a->dtype, src, first * (in / scale)),
+                           mpti_at_mutable(a->dtype, dst, first * (out / scale)),
+                           job->slots + (size_t)chunk * job->plan.slot_floats);
+        }
+    }
+}
+
+static mpt_result mpti_conv_run(const mpti_cpu *cpu, const mpt_conv2d_args *a, bool forward) {
+    mpti_conv_job job;
+    mpt_result rc;
+
+    job.cpu = cpu;
+    job.a = a;
+    job.forward = forward;
+    mpti_conv_plan_make(a, forward, &job.plan);
+    job.packed = (float *)a->workspace;
+    job.slots = job.packed + job.plan.packed_floats;
+    rc = mpti_for_ranges(cpu, ((forward ? a->k : a->c) + 15) / 16, MPTI_CONV_CHUNKS,
+                         mpti_pack_range, &job);
+    if (rc) return rc;
+    return mpti_for_ranges(cpu, job.plan.items, MPTI_CONV_CHUNKS, mpti_conv_range, &job);
+}
+
+/* ---- convolution, blocked: wgrad ----------------------------------------------------------------
+   dw[k][r][s*c run] is a sum of outer products over pixels: dy's k numbers times the run of x under
+   row r of the filter. The slice is cut into up to 8 chunks of images, each with a dw of its own,
+   and large filters also by k; the parts meet in a tree. */
+enum {
+    MPTI_WGRAD_CHUNKS = 8,
+    MPTI_WGRAD_PART_FLOATS = 1024 * 1024, /* of all parts together, unless one alone is larger */
+    MPTI_WGRAD_BAND_FLOATS = 16 * 1024 /* of x and dy per band: passed over once per tile of dw */
+};
+
+typedef struct mpti_wgrad_plan {
+    int64_t items, image_chunks, filter_chunks;
+    int group;     /* pixels of an item if flat */
+    int band_rows; /* of dy */
+    int run, run_end;
+    size_t part_floats; /* dw (k,r,run_end), then dbias (k) */
+    size_t x_floats, slot_floats, bytes;
+} mpti_wgrad_plan;
+
+static void mpti_wgrad_plan_make(const mpt_conv2d_args *a, mpti_wgrad_plan *plan) {
+    const bool flat = mpti_is_flat(a);
+    const int64_t pixels = (int64_t)a->n * a->p * a->q, step = a->stride;
+    int64_t cols, chunks, band;
+
+    memset(plan, 0, sizeof *plan);
+    plan->run = a->s * a->c;
+    plan->run_end = mpti_panel_end(plan->run);
+    plan->part_floats = mpti_round16((size_t)a->k * a->r * plan->run_end + a->k);
+    band = MPTI_WGRAD_BAND_FLOATS / ((int64_t)a->c + a->k);
+    plan->group = (int)mpti_min64(pixels, mpti_max64(band, 64));
+    plan->items = flat ? (pixels + plan->group - 1) / plan->group : a->n;
+    /* A part is cleared, added and copied: worth it only for many pixels. */
+    chunks = mpti_min64(mpti_min64(plan->items, MPTI_WGRAD_CHUNKS), pixels / 64);
+    chunks = mpti_min64(chunks, (int64_t)(MPTI_WGRAD_PART_FLOATS / plan->part_floats));
+    plan->image_chunks = mpti_max64(chunks, 1);
+    plan->filter_chunks = mpti_min64((a->k + 15) / 16, MPTI_WGRAD_CHUNKS / plan->image_chunks);
+    cols = flat ? plan->group : a->q;
+    band = MPTI_WGRAD_BAND_FLOATS / (cols * (step * step * a->c + a->k));
+    plan->band_rows = (int)mpti_min64(flat ? 1 : a->p, mpti_max64(band, (64 + cols - 1) / cols));
+    plan->x_floats = (size_t)((plan->band_rows - 1) * step + a->r) *
+                     (size_t)((cols - 1) * step + a->s) * a->c;
+    plan->x_floats = mpti_round16(plan->x_floats + 16); /* and slack: see mpti_wgrad_band */
+    plan->slot_floats = plan->x_floats + mpti_round16((size_t)plan->band_rows * cols * a->k);
+    plan->bytes = (size_t)plan->image_chunks * sizeof(float) *
+                  (plan->part_floats + (size_t)plan->filter_chunks * plan->slot_floats);
+}
+
+typedef struct mpti_wgrad_job {
+    const mpti_cpu *cpu;
+    const mpt_conv2d_args *a;
+    mpti_wgrad_plan plan;
+    float *parts, *slots;
+} mpti_wgrad_job;
+
+/* Columns behind a run's end get products with the next pixel: the slack behind x keeps those reads
+   inside, and nobody looks at these columns. */
+static void mpti_wgrad_band(const mpti_wgrad_job *job, mpti_product *t, const float *x, int k_begin,
+                            int k_end, float *part) {
+    const mpt_conv2d_args *a = job->a;
+    const mpti_cpu_family *f = job->cpu->family;
+    const int count = k_end - k_begin, tiles = (count + f->max_rows - 1) / f->max_rows;
+    const float *dy = t->a;
+    int r, at, i;
+
+    t->y_row = (ptrdiff_t)a->r * job->plan.run_end;
+    for (r = 0; r < a->r; r++) {
+        for (at = 0; at < job->plan.run; at += 16) {
+            t->b = x + r * (t->b_outer / a->stride) + at;
+            for (i = 0; i < tiles; i++) {
+                int k = k_begin + (int)((int64_t)count * i / tiles);
+                int end = k_begin + (int)((int64_t)count * (i + 1) / tiles);
+                t->a = dy + k;
+                t->y = part + ((size_t)k * a->r + r) * job->plan.run_end + at;
+                f->product(t, end - k, mpti_panel_width(job->plan.run, at));
+            }
+        }
+    }
+}
+
+static void mpti_wgrad_bias(const mpti_wgrad_job *job, const mpti_product *t, int k_begin,
+                            int k_end, float *part) {
+    float *dbias = part + (size_t)job->a->k * job->a->r * job->plan.run_end;
+    int u, v, k;
+
+    for (u = 0; u < t->num_outer; u++)
+        for (v = 0; v < t->num_inner; v++)
+            for (k = k_begin; k < k_end; k++) dbias[k] += t->a[u * t->a_outer + v * t->a_inner + k];
+}
+
+/* One image, or one group of pixels, into a part. */
+static void mpti_wgrad_item(const mpti_wgrad_job *job, const mpti_correlation *g, const void *x,
+                            const void *dy, int k_begin, int k_end, float *part, float *slot) {
+    const mpt_conv2d_args *a = job->a;
+    const int staged_cols = (g->cols - 1) * g->step + g->taps_s;
+    const bool in_place = a->dtype == MPT_F32 && job->plan.run == job->plan.run_end &&
+                          a->padding == 0;
+    mpti_product t;
+    int p;
+
+    t.a_row = t.accumulate = 1;
+    t.a_inner = a->k;
+    t.a_outer = (ptrdiff_t)g->cols * a->k;
+    t.b_inner = (ptrdiff_t)g->step * a->c;
+    for (p = 0; p < g->rows; p += t.num_outer) {
+        const float *x_rows = slot;
+        int row0 = g->row0 + p * g->step;
+        t.num_outer = mpti_min_int(g->rows - p, job->plan.band_rows);
+        t.num_inner = g->cols;
+        t.b_outer = (ptrdiff_t)g->step * staged_cols * a->c;
+        if (in_place) {
+            t.b_outer = (ptrdiff_t)g->step * g->w * a->c;
+            x_rows = (const float *)x + (ptrdiff_t)row0 * g->w * a->c;
+        } else {
+            mpti_stage(job->cpu, a->dtype, x, g, row0, (t.num_outer - 1) * g->step + a->r,
+                       staged_cols, slot);
+        }
+        t.a = mpti_row_read(job->cpu, a->dtype, dy, p * t.a_outer, t.num_outer * t.a_outer,
+                            slot + job->plan.x_floats);
+        if (a->dbias) mpti_wgrad_bias(job, &t, k_begin, k_end, part);
+        mpti_wgrad_band(job, &t, x_rows, k_begin, k_end, part);
+    }
+}
+
+static void mpti_wgrad_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpti_wgrad_job *job = (const mpti_wgrad_job *)user;
+    const mpt_conv2d_args *a = job->a;
+    const mpti_wgrad_plan *plan = &job->plan;
+    const bool flat = mpti_is_flat(a);
+    const int64_t images = chunk / plan->filter_chunks, filters = chunk % plan->filter_chunks;
+    const int k_begin = (int)(a->k * filters / plan->filter_chunks);
+    const int k_end = (int)(a->k * (filters + 1) / plan->filter_chunks);
+    float *part = job->parts + (size_t)images * plan->part_floats;
+    float *slot = job->slots + (size_t)chunk * plan->slot_floats;
+    const size_t filter_floats = (size_t)a->r * plan->run_end;
+    const int64_t x_item = flat ? a->c : (int64_t)a->h * a->wd * a->c;
+    const int64_t dy_item = flat ? a->k : (int64_t)a->p * a->q * a->k;
+    const int64_t valid = flat ? (int64_t)a->num_valid * a->h * a->wd : a->num_valid,
+                  size = flat ? plan->group : 1;
+    int64_t item;
+
+    (void)begin; /* the chunk itself is the unit here */
+    (void)end;
+    memset(part + k_begin * filter_floats, 0,
+           (size_t)(k_end - k_begin) * filter_floats * sizeof(float));
+    memset(part + a->k * filter_floats + k_begin, 0, (size_t)(k_end - k_begin) * sizeof(float));
+    memset(slot, 0, plan->x_floats * sizeof(float)); /* so that the slack holds numbers */
+    for (item = plan->items * images / plan->image_chunks;
+         item < plan->items * (images + 1) / plan->image_chunks; item++) {
+        int64_t first = item * size, count = mpti_min64(first + size, valid) - first;
+        mpti_correlation g;
+        if (count <= 0) return;
+        mpti_fprop_geometry(a, &g);
+        if (flat) g.w = g.cols = (int)count;
+        mpti_wgrad_item(job, &g, mpti_at(a->dtype, a->x, first * x_item),
+                        mpti_at(a->dtype, a->dy, first * dy_item), k_begin, k_end, part, slot);
+    }
+}
+
+/* Filters begin .. end-1: adds the parts, drops the padding of the runs. */
+static void mpti_wgrad_finish(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpti_wgrad_job *job = (const mpti_wgrad_job *)user;
+    const mpt_conv2d_args *a = job->a;
+    const mpti_wgrad_plan *plan = &job->plan;
+    const size_t filter_floats = (size_t)a->r * plan->run_end, bias_at = a->k * filter_floats;
+    size_t row;
+
+    (void)chunk;
+    mpti_tree_sum_f32(job->parts, plan->part_floats, plan->image_chunks,
+                      (size_t)begin * filter_floats, (size_t)end * filter_floats);
+    for (row = (size_t)begin * a->r; row < (size_t)end * a->r; row++)
+        memcpy(a->dw + row * plan->run, job->parts + row * plan->run_end,
+               (size_t)plan->run * sizeof(float));
+    if (!a->dbias) return;
+    mpti_tree_sum_f32(job->parts, plan->part_floats, plan->image_chunks, bias_at + (size_t)begin,
+                      bias_at + (size_t)end);
+    memcpy(a->dbias + begin, job->parts + bias_at + begin, (size_t)(end - begin) * sizeof(float));
+}
+
+static mpt_result mpti_wgrad_blocked(const mpti_cpu *cpu, const mpt_conv2d_args *a) {
+    mpti_wgrad_job job;
+    mpt_result rc;
+    int64_t chunks;
+
+    job.cpu = cpu;
+    job.a = a;
+    mpti_wgrad_plan_make(a, &job.plan);
+    chunks = job.plan.image_chunks * job.plan.filter_chunks;
+    job.parts = (float *)a->workspace;
+    job.slots = job.parts + (size_t)job.plan.image_chunks * job.plan.part_floats;
+    rc = mpti_for_ranges(cpu, chunks, chunks, mpti_wgrad_range, &job);
+    if (rc) return rc;
+    return mpti_for_ranges(cpu, a->k, 16, mpti_wgrad_finish, &job);
+}
+
+static mpt_result mpti_conv2d_blocked(const mpti_cpu *cpu, const mpt_conv2d_args *a,
+                                      mpti_direction direction) {
+    if (direction == MPTI_WGRAD) return mpti_wgrad_blocked(cpu, a);
+    return mpti_conv_run(cpu, a, direction == MPTI_FPROP);
+}
+
+static size_t mpti_conv2d_blocked_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
+    mpti_wgrad_plan wgrad;
+    mpti_conv_plan plan;
+
+    if (direction == MPTI_WGRAD) {
+        mpti_wgrad_plan_make(a, &wgrad);
+        return wgrad.bytes;
+    }
+    mpti_conv_plan_make(a, direction == MPTI_FPROP, &plan);
+    return plan.bytes;
+}
+
+/* ---- convolution and dense: families and entries --------------------------------------------- */
+static const mpti_cpu_family mpti_cpu_families[] = {
+/* of those supported the first is taken */
+#ifdef MPTI_X86
+    {"avx2", mpti_has_avx2, MPTI_AVX2_ROWS, mpti_product_avx2, mpti_widen_avx2, mpti_narrow_avx2,
+     mpti_conv2d_blocked_bytes, mpti_conv2d_blocked},
+#endif
+    {"plain", NULL, MPTI_PLAIN_ROWS, mpti_product_plain, mpti_widen_plain, mpti_narrow_plain,
+     mpti_conv2d_blocked_bytes, mpti_conv2d_blocked},
+    /* For comparison: slow, one thread. */
+    {"definition", NULL, MPTI_PLAIN_ROWS, mpti_product_plain, mpti_widen_plain, mpti_narrow_plain,
+     mpti_conv2d_define_bytes, mpti_conv2d_define},
+};
+
+static mpt_result mpti_check_conv2d(const mpti_cpu *cpu, const char *op, const mpt_conv2d_args *a) {
+    double input = (double)a->h * a->wd * a->c, output = (double)a->p * a->q * a->k;
+    mpt_result rc;
+
+    if (a->h < 1 || a->wd < 1 || a->c < 1 || a->k < 1 || a->r < 1 || a->s < 1)
+        return mpti_op_error(cpu, op, "h, wd, c, k, r and s must be at least 1");
+    if (a->stride < 1 || a->stride > 64 || a->padding < 0 || a->padding > 32767 || a->r > 32767 ||
+        a->s > 32767)
+        return mpti_op_error(cpu, op,
+                             "stride must be 1 .. 64, padding 0 .. 32767, r and s at most 32767");
+    if ((double)a->s * a->c > 1073741824.0 || (double)a->s * a->k > 1073741824.0)
+        return mpti_op_error(cpu, op, "s * c and s * k must be at most 2^30");
+    if (a->h + 2 * (int64_t)a->padding < a->r || a->wd + 2 * (int64_t)a->padding < a->s)
+        return mpti_op_error(cpu, op, "the filter is larger than the padded input");
+    if (a->p != (a->h + 2 * (int64_t)a->padding - a->r) / a->stride + 1 ||
+        a->q != (a->wd + 2 * (int64_t)a->padding - a->s) / a->stride + 1)
+        return mpti_op_error(cpu, op, "p and q must be (size + 2 * padding - filter) / stride + 1");
+    rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, input > output ? input : output);
+    if (rc) return rc;
+    return mpti_check_slice(cpu, op, a->k, 0, a->dtype, (double)a->r * a->s * (a->c + 16.0));
+}
+
+static mpt_result mpti_conv2d(void *self, const mpt_conv2d_args *a, mpti_direction direction,
+                              const char *op) {
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_check_conv2d(cpu, op, a);
+
+    if (rc) return rc;
+    rc = mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
+                              cpu->family->conv2d_bytes(a, direction));
+    return rc ? rc : cpu->family->conv2d(cpu, a, direction);
+}
+
+/* 0 for shapes that the entry itself will refuse. */
+static size_t mpti_conv2d_bytes(void *self, const mpt_conv2d_args *a, mpti_direction direction) {
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+
+    if (mpti_check_conv2d(cpu, "workspace_bytes", a)) return 0;
+    return cpu->family->conv2d_bytes(a, direction);
+}
+
+static size_t mpti_conv2d_fprop_bytes(void *self, const mpt_conv2d_args *a) {
+    return mpti_conv2d_bytes(self, a, MPTI_FPROP);
+}
+
+static size_t mpti_conv2d_dgrad_bytes(void *self, const mpt_conv2d_args *a) {
+    return mpti_conv2d_bytes(self, a, MPTI_DGRAD);
+}
+
+static size_t mpti_conv2d_wgrad_bytes(void *self, const mpt_conv2d_args *a) {
+    return mpti_conv2d_bytes(self, a, MPTI_WGRAD);
+}
+
+static mpt_result mpti_conv2d_fprop(void *self, const mpt_conv2d_args *a) {
+    return mpti_conv2d(self, a, MPTI_FPROP, "conv2d_fprop");
+}
+
+static mpt_result mpti_conv2d_dgrad(void *self, const mpt_conv2d_args *a) {
+    return mpti_conv2d(self, a, MPTI_DGRAD, "conv2d_dgrad");
+}
+
+static mpt_result mpti_conv2d_wgrad(void *self, const mpt_conv2d_args *a) {
+    return mpti_conv2d(self, a, MPTI_WGRAD, "conv2d_wgrad");
+}
+
+/* y = x w^T + bias is a 1x1 convolution of images of one pixel; so are its gradients. */
+static mpt_conv2d_args mpti_dense_as_conv2d(const mpt_dense_args *a) {
+    mpt_conv2d_args c;
+
+    memset(&c, 0, sizeof c);
+    c.x = a->x;
+    c.w = a->w;
+    c.bias = a->bias;
+    c.dy = a->dy;
+    c.y = a->y;
+    c.dx = a->dx;
+    c.dw = a->dw;
+    c.dbias = a->dbias;
+    c.n = a->n;
+    c.num_valid = a->num_valid;
+    c.h = c.wd = c.r = c.s = c.p = c.q = c.stride = 1;
+    c.c = a->in;
+    c.k = a->out;
+    c.dtype = a->dtype;
+    c.workspace = a->workspace;
+    c.workspace_bytes = a->workspace_bytes;
+    return c;
+}
+
+static size_t mpti_dense_fprop_bytes(void *self, const mpt_dense_args *a) {
+    mpt_conv2d_args c = mpti_dense_as_conv2d(a);
+    return mpti_conv2d_bytes(self, &c, MPTI_FPROP);
+}
+
+static size_t mpti_dense_dgrad_bytes(void *self, const mpt_dense_args *a) {
+    mpt_conv2d_args c = mpti_dense_as_conv2d(a);
+    return mpti_conv2d_bytes(self, &c, MPTI_DGRAD);
+}
+
+static size_t mpti_dense_wgrad_bytes(void *self, const mpt_dense_args *a) {
+    mpt_conv2d_args c = mpti_dense_as_conv2d(a);
+    return mpti_conv2d_bytes(self, &c, MPTI_WGRAD);
+}
+
+static mpt_result mpti_dense(void *self, const mpt_dense_args *a, mpti_direction direction,
+                             const char *op) {
+    mpt_conv2d_args c = mpti_dense_as_conv2d(a);
+
+    if (a->in < 1 || a->out < 1)
+        return mpti_op_error((const mpti_cpu *)self, op, "in and out must be at least 1");
+    return mpti_conv2d(self, &c, direction, op);
+}
+
+static mpt_result mpti_dense_fprop(void *self, const mpt_dense_args *a) {
+    return mpti_dense(self, a, MPTI_FPROP, "dense_fprop");
+}
+
+static mpt_result mpti_dense_dgrad(void *self, const mpt_dense_args *a) {
+    return mpti_dense(self, a, MPTI_DGRAD, "dense_dgrad");
+}
+
+static mpt_result mpti_dense_wgrad(void *self, const mpt_dense_args *a) {
+    return mpti_dense(self, a, MPTI_WGRAD, "dense_wgrad");
+}
+
+/* ---- batch norm ---------------------------------------------------------------------------------
+   Over the m = num_valid * h * wd values x of a channel, in double (sums of squares of 2^24 numbers
+   in FP32 would not do):
+       mean = sum(x) / m,  var = sum(x^2) / m - mean^2,  xhat = (x - mean) / sqrt(var + epsilon)
+   backward, with g = dy where relu let through:
+       dbeta = sum(g),  dgamma = sum(g xhat),  dx = gamma / sqrt(..) (g - dbeta / m - xhat dgamma /
+       m) */
+enum { MPTI_BATCHNORM_CHUNKS = 32 };
+
+typedef struct mpti_batchnorm_job {
+    const mpti_cpu *cpu;
+    const mpt_batchnorm_args *a;
+    bool forward;
+    int64_t pixels, valid, chunks;        /* n * h * wd, num_valid * h * wd */
+    double *parts;                        /* (chunks,2,c) */
+    float *mean, *scale, *offset, *slope; /* (c); see the two passes that use them */
+} mpti_batchnorm_job;
+
+/* Negative numbers, -0 and -inf included, become 0, NaNs live on. As integers all these are up to
+   that of -inf, the NaNs with a sign above. No comparison of floats: -ffast-math would let the
+   compiler forget the NaNs. */
+static float mpti_relu(float x) {
+    const int32_t i = (int32_t)mpti_f32_bits(x);
+    return mpti_f32_from_bits((uint32_t)(i & -(i > -0x800000)));
+}
+
+static float mpti_relu_gate(float y, float dy) { /* y: what relu gave */
+    const int32_t i = (int32_t)mpti_f32_bits(y);
+    const int shut = (i <= -0x800000) | (i == 0);
+    return mpti_f32_from_bits(shut ? 0u : mpti_f32_bits(dy));
+}
+
+static int64_t mpti_batchnorm_chunks(const mpt_batchnorm_args *a) {
+    return mpti_num_chunks(((int64_t)a->n * a->h * a->wd + 63) / 64, MPTI_BATCHNORM_CHUNKS);
+}
+
+static size_t mpti_batchnorm_bytes(void *self, const mpt_batchnorm_args *a) {
+    (void)self;
+    return ((size_t)mpti_batchnorm_chunks(a) * 2 * sizeof(double) + 4 * sizeof(float)) *
+           (size_t)a->c;
+}
+
+static void mpti_batchnorm_job_make(const mpti_cpu *cpu, const mpt_batchnorm_args *a, bool forward,
+                                    mpti_batchnorm_job *job) {
+    int c;
+
+    job->forward = forward;
+    job->cpu = cpu;
+    job->a = a;
+    job->pixels = (int64_t)a->n * a->h * a->wd;
+    job->valid = (int64_t)a->num_valid * a->h * a->wd;
+    job->chunks = mpti_batchnorm_chunks(a);
+    job->parts = (double *)a->workspace;
+    job->mean = (float *)(void *)(job->parts + (size_t)job->chunks * 2 * a->c);
+    job->scale = job->mean + a->c;
+    job->offset = job->scale + a->c;
+    job->slope = job->offset + a->c;
+    for (c = 0; c < a->c; c++) job->mean[c] = forward ? 0.0f : a->batch_mean[c];
+}
+
+/* Loops over channels are loops over whole spans, in local arrays: compilers make vectors of them.
+   A span is `pixels` pixels of all channels, or where these are over MPTI_SPAN one pixel of some;
+   per-channel numbers are repeated for each pixel. */
+typedef struct mpti_channels {
+    int c0, width, pixels;
+} mpti_channels;
+
+static mpti_channels mpti_channels_at(int c0, int channels) {
+    mpti_channels s;
+
+    s.c0 = c0;
+    s.width = mpti_min_int(channels - c0, MPTI_SPAN);
+    s.pixels = mpti_max_int(MPTI_SPAN / channels, 1);
+    return s;
+}
+
+static void mpti_span_repeat(const mpti_channels *s, const float *per_channel,
+                             float span[MPTI_SPAN]) {
+    int e;
+
+    memset(span, 0, MPTI_SPAN * sizeof(float));
+    for (e = 0; e < s->pixels * s->width; e++) span[e] = per_channel[s->c0 + e % s->width];
+}
+
+/* p[at .. at+size-1] as FP32, zeros behind. */
+static void mpti_span_read(const mpti_cpu *cpu, mpt_dtype dtype, const void *p, int64_t at,
+                           int64_t size, float span[MPTI_SPAN]) {
+    cpu->family->widen(dtype, mpti_at(dtype, p, at), span, (size_t)size);
+    if (size < MPTI_SPAN) memset(span + size, 0, (size_t)(MPTI_SPAN - size) * sizeof(float));
+}
+
+static void mpti_span_write(const mpti_cpu *cpu, mpt_dtype dtype, const float span[MPTI_SPAN],
+                            void *p, int64_t at, int64_t size) {
+    cpu->family->narrow(dtype, span, mpti_at_mutable(dtype, p, at), (size_t)size);
+}
+
+/* dy behind relu, of a span */
+static void mpti_batchnorm_gated(const mpti_batchnorm_job *job, int64_t at, int64_t size,
+                                 float out[MPTI_SPAN]) {
+    const mpt_batchnorm_args *a = job->a;
+    float y[MPTI_SPAN], g[MPTI_SPAN];
+    int e;
+
+    mpti_span_read(job->cpu, a->dtype, a->dy, at, size, out);
+    if (!a->relu) return;
+    memcpy(g, out, sizeof g);
+    mpti_span_read(job->cpu, a->dtype, a->y, at, size, y);
+    for (e = 0; e < MPTI_SPAN; e++) g[e] = mpti_relu_gate(y[e], g[e]);
+    memcpy(out, g, sizeof g);
+}
+
+/* Sums of g and of g * (x - mean). Forward takes x for g and 0 for mean. */
+static void mpti_batchnorm_sum_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpti_batchnorm_job *job = (const mpti_batchnorm_job *)user;
+    const mpt_batchnorm_args *a = job->a;
+    double *out = job->parts + (size_t)chunk * 2 * a->c, sum[MPTI_SPAN], product[MPTI_SPAN];
+    float mean[MPTI_SPAN], x[MPTI_SPAN], g[MPTI_SPAN];
+    int64_t pixel, last = mpti_min64(end, job->valid);
+    int c0, e;
+
+    memset(out, 0, (size_t)a->c * 2 * sizeof(double));
+    for (c0 = 0; c0 < a->c; c0 += MPTI_SPAN) {
+        const mpti_channels s = mpti_channels_at(c0, a->c);
+        mpti_span_repeat(&s, job->mean, mean);
+        for (e = 0; e < MPTI_SPAN; e++) sum[e] = product[e] = 0;
+        for (pixel = begin; pixel < last; pixel += s.pixels) {
+            const int64_t at = pixel * a->c + c0,
+                          size = mpti_min64(s.pixels, last - pixel) * s.width;
+            mpti_span_read(job->cpu, a->dtype, a->x, at, size, x);
+            if (job->forward) memcpy(g, x, sizeof g);
+            else mpti_batchnorm_gated(job, at, size, g);
+            for (e = 0; e < MPTI_SPAN; e++) {
+                sum[e] += g[e];
+                product[e] += (double)g[e] * (double)(x[e] - mean[e]);
+            }
+        }
+        for (e = 0; e < s.pixels * s.width; e++) {
+            out[c0 + e % s.width] += sum[e];
+            out[a->c + c0 + e % s.width] += product[e];
+        }
+    }
+}
+
+static void mpti_batchnorm_statistics(const mpti_batchnorm_job *job) {
+    const mpt_batchnorm_args *a = job->a;
+    const double m = (double)job->valid;
+    int c;
+
+    mpti_tree_sum_f64(job->parts, (size_t)a->c * 2, job->chunks);
+    for (c = 0; c < a->c; c++) {
+        double mean = job->valid ? job->parts[c] / m : 0,
+               var = job->valid ? job->parts[a->c + c] / m - mean * mean : 0;
+        if (var < 0) var = 0; /* rounding */
+        a->batch_mean[c] = (float)mean;
+        a->batch_inv_std[c] = job->valid ? 1.0f / sqrtf((float)var + a->epsilon) : 0.0f;
+        a->batch_var[c] = (float)(job->valid > 1 ? var * (m / (m - 1)) : var);
+    }
+}
+
+/* y = (x - mean) * scale + offset (+ residual), relu */
+static void mpti_batchnorm_apply_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpti_batchnorm_job *job = (const mpti_batchnorm_job *)user;
+    const mpt_batchnorm_args *a = job->a;
+    float mean[MPTI_SPAN], scale[MPTI_SPAN], offset[MPTI_SPAN], x[MPTI_SPAN], r[MPTI_SPAN];
+    int64_t pixel, last = mpti_min64(end, job->valid);
+    int c0, e;
+
+    (void)chunk;
+    mpti_zero(a->dtype, a->y, mpti_max64(begin, job->valid) * a->c, end * a->c);
+    for (c0 = 0; c0 < a->c; c0 += MPTI_SPAN) {
+        const mpti_channels s = mpti_channels_at(c0, a->c);
+        mpti_span_repeat(&s, job->mean, mean);
+        mpti_span_repeat(&s, job->scale, scale);
+        mpti_span_repeat(&s, job->offset, offset);
+        for (pixel = begin; pixel < last; pixel += s.pixels) {
+            const int64_t at = pixel * a->c + c0,
+                          size = mpti_min64(s.pixels, last - pixel) * s.width;
+            mpti_span_read(job->cpu, a->dtype, a->x, at, size, x);
+            for (e = 0; e < MPTI_SPAN; e++) x[e] = (x[e] - mean[e]) * scale[e] + offset[e];
+            if (a->residual) {
+                mpti_span_read(job->cpu, a->dtype, a->residual, at, size, r);
+                for (e = 0; e < MPTI_SPAN; e++) x[e] += r[e];
+            }
+            if (a->relu)
+                for (e = 0; e < MPTI_SPAN; e++) x[e] = mpti_relu(x[e]);
+            mpti_span_write(job->cpu, a->dtype, x, a->y, at, size);
+        }
+    }
+}
+
+static mpt_result mpti_batchnorm_check(const mpti_cpu *cpu, const char *op,
+                                       const mpt_batchnorm_args *a) {
+    mpt_result rc;
+
+    if (a->h < 1 || a->wd < 1 || a->c < 1)
+        return mpti_op_error(cpu, op, "h, wd and c must be at least 1");
+    if (!(a->epsilon >= 0)) return mpti_op_error(cpu, op, "epsilon must not be negative");
+    rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, (double)a->h * a->wd * a->c);
+    if (rc) return rc;
+    return mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
+                                mpti_batchnorm_bytes(NULL, a));
+}
+
+static mpt_result mpti_batchnorm_forward(void *self, const mpt_batchnorm_args *a) {
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpti_batchnorm_job job;
+    mpt_result rc = mpti_batchnorm_check(cpu, "batchnorm_forward", a);
+    int c;
+
+    if (rc) return rc;
+    mpti_batchnorm_job_make(cpu, a, true, &job);
+    if (a->training) {
+        rc = mpti_for_ranges(cpu, job.pixels, job.chunks, mpti_batchnorm_sum_range, &job);
+        if (rc) return rc;
+        mpti_batchnorm_statistics(&job);
+    }
+    for (c = 0; c < a->c; c++) {
+        job.mean[c] = a->training ? a->batch_mean[c] : a->running_mean[c];
+        job.scale[c] = a->gamma[c] * (a->training ? a->batch_inv_std[c]
+                                                  : 1.0f / sqrtf(a->running_var[c] + a->epsilon));
+        job.offset[c] = a->beta[c];
+    }
+    return mpti_for_ranges(cpu, job.pixels, job.chunks, mpti_batchnorm_apply_range, &job);
+}
+
+/* dx = scale * (g - offset - (x - mean) * slope) */
+static void mpti_batchnorm_dapply_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpti_batchnorm_job *job = (const mpti_batchnorm_job *)user;
+    const mpt_batchnorm_args *a = job->a;
+    float mean[MPTI_SPAN], scale[MPTI_SPAN], offset[MPTI_SPAN], slope[MPTI_SPAN];
+    float x[MPTI_SPAN], g[MPTI_SPAN];
+    const int64_t dead = mpti_max64(begin, job->valid) * a->c;
+    int64_t pixel, last = mpti_min64(end, job->valid);
+    int c0, e;
+
+    (void)chunk;
+    mpti_zero(a->dtype, a->dx, dead, end * a->c);
+    if (a->dresidual) mpti_zero(a->dtype, a->dresidual, dead, end * a->c);
+    for (c0 = 0; c0 < a->c; c0 += MPTI_SPAN) {
+        const mpti_channels s = mpti_channels_at(c0, a->c);
+        mpti_span_repeat(&s, job->mean, mean);
+        mpti_span_repeat(&s, job->scale, scale);
+        mpti_span_repeat(&s, job->offset, offset);
+        mpti_span_repeat(&s, job->slope, slope);
+        for (pixel = begin; pixel < last; pixel += s.pixels) {
+            const int64_t at = pixel * a->c + c0,
+                          size = mpti_min64(s.pixels, last - pixel) * s.width;
+            mpti_span_read(job->cpu, a->dtype, a->x, at, size, x);
+            mpti_batchnorm_gated(job, at, size, g);
+            for (e = 0; e < MPTI_SPAN; e++)
+                x[e] = scale[e] * (g[e] - offset[e] - (x[e] - mean[e]) * slope[e]);
+            if (a->dresidual) mpti_span_write(job->cpu, a->dtype, g, a->dresidual, at, size);
+            mpti_span_write(job->cpu, a->dtype, x, a->dx, at, size);
+        }
+    }
+}
+
+static mpt_result mpti_batchnorm_backward(void *self, const mpt_batchnorm_args *a) {
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpti_batchnorm_job job;
+    mpt_result rc = mpti_batchnorm_check(cpu, "batchnorm_backward", a);
+    double m;
+    int c;
+
+    if (rc) return rc;
+    mpti_batchnorm_job_make(cpu, a, false, &job);
+    rc = mpti_for_ranges(cpu, job.pixels, job.chunks, mpti_batchnorm_sum_range, &job);
+    if (rc) return rc;
+    mpti_tree_sum_f64(job.parts, (size_t)a->c * 2, job.chunks);
+    m = job.valid ? (double)job.valid : 1;
+    for (c = 0; c < a->c; c++) {
+        double inv_std = a->batch_inv_std[c], dbeta = job.parts[c],
+               dgamma = job.parts[a->c + c] * inv_std;
+        a->dbeta[c] = (float)dbeta;
+        a->dgamma[c] = (float)dgamma;
+        job.scale[c] = a->gamma[c] * a->batch_inv_std[c];
+        job.offset[c] = (float)(dbeta / m);
+        job.slope[c] = (float)(dgamma * inv_std / m);
+    }
+    return mpti_for_ranges(cpu, job.pixels, job.chunks, mpti_batchnorm_dapply_range, &job);
+}
+
+/* ---- pools --------------------------------------------------------------------------------------
+   Forward gathers a window of x for each output, backward gathers for each element of x the outputs
+   whose windows held it: sums in FP32, no two threads at one number. */
+typedef struct mpti_pool_job {
+    const mpti_cpu *cpu;
+    const mpt_pool2d_args *a;
+    int kernel_h, kernel_w, stride, padding; /* the whole image for a global pool */
+    bool is_max, forward;
+} mpti_pool_job;
+
+/* Order of floats as integers, with -0 = +0 and every NaN above all. Masks in place of branches, so
+   that loops over it become vectors. */
+static int32_t mpti_order_key(float x) {
+    const int32_t i = (int32_t)mpti_f32_bits(x), key = i ^ (-(i < 0) & 0x7fffffff);
+    const int32_t is_nan = -((i & 0x7fffffff) > 0x7f800000), is_zero = -(key == -1);
+    return (key & ~is_nan & ~is_zero) | (INT32_MAX & is_nan);
+}
+
+/* What the maxima of a span are so far; outside a window x repeats them, and so changes nothing. */
+typedef struct mpti_maxima {
+    float x[MPTI_SPAN], best[MPTI_SPAN];
+    int32_t index[MPTI_SPAN];
+} mpti_maxima;
+
+static void mpti_maxima_update(mpti_maxima *m, int size,
+                               int index) { /* the first of equals stays */
+    int block, e;
+
+    for (block = 0; block < size; block += 16) { /* by 16: see mpti_order_key */
+        for (e = block; e < block + 16; e++) {
+            const float x = m->x[e], best = m->best[e];
+            const int32_t takes = -(mpti_order_key(x) > mpti_order_key(best));
+            const uint32_t bits = (mpti_f32_bits(x) & (uint32_t)takes) |
+                                  (mpti_f32_bits(best) & ~(uint32_t)takes);
+            m->best[e] = mpti_f32_from_bits(bits);
+            m->index[e] = (index & takes) | (m->index[e] & ~takes);
+        }
+    }
+}
+
+/* y[n,p, q0 .. q0+count-1, c0 .. c0+width-1], count being 1 unless width is all channels */
+static void mpti_pool_output(const mpti_pool_job *job, int64_t n, int p, int q0, int count, int c0,
+                             int width) {
+    const mpt_pool2d_args *a = job->a;
+    const int top = p * job->stride - job->padding, size = count * width,
+              first_i = mpti_max_int(-top, 0);
+    const int64_t at = ((n * a->p + p) * a->q + q0) * a->c + c0;
+    mpti_maxima m;
+    int i, j, l, e;
+
+    for (e = 0; e < MPTI_SPAN; e++) {
+        const int left = (q0 + mpti_min_int(e / width, count - 1)) * job->stride - job->padding;
+        m.x[e] = 0;
+        m.best[e] = job->is_max ? mpti_f32_from_bits(0xff800000u) : 0.0f; /* -infinity */
+        m.index[e] = first_i * job->kernel_w + mpti_max_int(-left, 0);
+    }
+    for (i = first_i; i < mpti_min_int(job->kernel_h, a->h - top); i++) {
+        for (j = 0; j < job->kernel_w; j++) {
+            for (l = 0; l < count; l++) {
+                const int v = (q0 + l) * job->stride - job->padding + j;
+                const int64_t from = ((n * a->h + top + i) * a->wd + v) * a->c + c0;
+                float *x = m.x + l * width;
+                if (v >= 0 && v < a->wd)
+                    job->cpu->family->widen(a->dtype, mpti_at(a->dtype, a->x, from), x,
+                                            (size_t)width);
+                else if (job->is_max) memcpy(x, m.best + l * width, (size_t)width * sizeof(float));
+                else memset(x, 0, (size_t)width * sizeof(float));
+            }
+            if (job->is_max) mpti_maxima_update(&m, size, i * job->kernel_w + j);
+            else
+                for (e = 0; e < size; e++) m.best[e] += m.x[e];
+        }
+    }
+    for (e = 0; !job->is_max && e < size; e++)
+        m.best[e] /= (float)job->kernel_h * (float)job->kernel_w;
+    mpti_span_write(job->cpu, a->dtype, m.best, a->y, at, size);
+    for (e = 0; job->is_max && a->argmax && e < size; e++) a->argmax[at + e] = (uint8_t)m.index[e];
+}
+
+/* Windows that hold position `at`: first .. *last of size outputs. */
+static int mpti_pool_windows(int at, int kernel, int stride, int padding, int size, int *last) {
+    int first = at + padding - kernel + 1;
+
+    *last = mpti_min_int((at + padding) / stride, size - 1);
+    return first <= 0 ? 0 : (first + stride - 1) / stride;
+}
+
+/* What a row p of windows gives to dx[n,h,v, c0 .. c0+width-1]. */
+static void mpti_pool_gather(const mpti_pool_job *job, int64_t n, int p, int i, int v, int c0,
+                             int width, float *sum) {
+    const mpt_pool2d_args *a = job->a;
+    float dy[MPTI_SPAN];
+    int q, e, last;
+
+    for (q = mpti_pool_windows(v, job->kernel_w, job->stride, job->padding, a->q, &last); q <= last;
+         q++) {
+        const int64_t at = ((n * a->p + p) * a->q + q) * a->c + c0;
+        const uint8_t *argmax = job->is_max ? a->argmax + at : NULL;
+        const int index = i * job->kernel_w + v + job->padding - q * job->stride;
+        job->cpu->family->widen(a->dtype, mpti_at(a->dtype, a->dy, at), dy, (size_t)width);
+        for (e = 0; e < width; e++) sum[e] += !argmax || argmax[e] == index ? dy[e] : 0.0f;
+    }
+}
+
+/* dx[n,h, v0 .. v0+count-1, c0 .. c0+width-1] */
+static void mpti_pool_input(const mpti_pool_job *job, int64_t n, int h, int v0, int count, int c0,
+                            int width) {
+    const mpt_pool2d_args *a = job->a;
+    const int size = count * width;
+    const int64_t at = ((n * a->h + h) * a->wd + v0) * a->c + c0;
+    float sum[MPTI_SPAN];
+    int p, l, e, last;
+
+    for (e = 0; e < size; e++) sum[e] = 0;
+    for (p = mpti_pool_windows(h, job->kernel_h, job->stride, job->padding, a->p, &last); p <= last;
+         p++)
+        for (l = 0; l < count; l++)
+            mpti_pool_gather(job, n, p, h + job->padding - p * job->stride, v0 + l, c0, width,
+                             sum + l * width);
+    for (e = 0; !job->is_max && e < size; e++)
+        sum[e] /= (float)job->kernel_h * (float)job->kernel_w;
+    mpti_span_write(job->cpu, a->dtype, sum, a->dx, at, size);
+}
+
+/* Items are rows: (n,p) of y, or backward (n,h) of dx. */
+static void mpti_pool_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpti_pool_job *job = (const mpti_pool_job *)user;
+    const mpt_pool2d_args *a = job->a;
+    const int rows = job->forward ? a->p : a->h, cols = job->forward ? a->q : a->wd;
+    const int64_t row = (int64_t)cols * a->c;
+    int64_t item;
+    int v, c0;
+
+    (void)chunk;
+    for (item = begin; item < end; item++) {
+        const int64_t n = item / rows;
+        if (n >= a->num_valid) {
+            mpti_zero(a->dtype, job->forward ? a->y : a->dx, item * row, (item + 1) * row);
+            if (job->forward && job->is_max && a->argmax)
+                memset(a->argmax + item * row, 0, (size_t)row);
+            continue;
+        }
+        for (c0 = 0; c0 < a->c; c0 += MPTI_SPAN) {
+            const mpti_channels s = mpti_channels_at(c0, a->c);
+            for (v = 0; v < cols; v += s.pixels) {
+                const int count = mpti_min_int(cols - v, s.pixels);
+                if (job->forward)
+                    mpti_pool_output(job, n, (int)(item % rows), v, count, c0, s.width);
+                else mpti_pool_input(job, n, (int)(item % rows), v, count, c0, s.width);
+            }
+        }
+    }
+}
+
+enum { MPTI_POOL_MAX, MPTI_POOL_AVG, MPTI_POOL_GLOBAL };
+enum { MPTI_ROW_CHUNKS = 64 };
+
+static mpt_result mpti_pool_run(void *self, const mpt_pool2d_args *a, const char *op, int kind,
+                                bool forward) {
+    mpti_pool_job job;
+    mpt_result rc;
+
+    job.cpu = (const mpti_cpu *)self;
+    job.a = a;
+    job.is_max = kind == MPTI_POOL_MAX;
+    job.forward = forward;
+    if (a->h < 1 || a->wd < 1 || a->c < 1)
+        return mpti_op_error(job.cpu, op, "h, wd and c must be at least 1");
+    job.kernel_h = kind == MPTI_POOL_GLOBAL ? a->h : a->kernel;
+    job.kernel_w = kind == MPTI_POOL_GLOBAL ? a->wd : a->kernel;
+    job.stride = kind == MPTI_POOL_GLOBAL ? 1 : a->stride;
+    job.padding = kind == MPTI_POOL_GLOBAL ? 0 : a->padding;
+    if (kind != MPTI_POOL_GLOBAL && (a->kernel < 1 || a->kernel > 16))
+        return mpti_op_error(job.cpu, op, "kernel must be 1 .. 16");
+    if (job.stride < 1 || job.padding < 0 || job.padding > job.kernel_h / 2)
+        return mpti_op_error(job.cpu, op, "stride must be at least 1 and padding 0 .. kernel / 2");
+    if (a->h + 2 * job.padding < job.kernel_h || a->wd + 2 * job.padding < job.kernel_w ||
+        a->p != (a->h + 2 * job.padding - job.kernel_h) / job.stride + 1 ||
+        a->q != (a->wd + 2 * job.padding - job.kernel_w) / job.stride + 1)
+        return mpti_op_error(
+            job.cpu, op, "p and q must be (size + 2 * padding - kernel) / stride + 1, at least 1");
+    rc = mpti_check_slice(job.cpu, op, a->n, a->num_valid, a->dtype,
+                          (double)a->h * a->wd * a->c * 4);
+    if (rc) return rc;
+    return mpti_for_ranges(job.cpu, (int64_t)a->n * (forward ? a->p : a->h), MPTI_ROW_CHUNKS,
+                           mpti_pool_range, &job);
+}
+
+static mpt_result mpti_max_pool_forward(void *self, const mpt_pool2d_args *a) {
+    return mpti_pool_run(self, a, "max_pool_forward", MPTI_POOL_MAX, true);
+}
+
+static mpt_result mpti_max_pool_backward(void *self, const mpt_pool2d_args *a) {
+    return mpti_pool_run(self, a, "max_pool_backward", MPTI_POOL_MAX, false);
+}
+
+static mpt_result mpti_avg_pool_forward(void *self, const mpt_pool2d_args *a) {
+    return mpti_pool_run(self, a, "avg_pool_forward", MPTI_POOL_AVG, true);
+}
+
+static mpt_result mpti_avg_pool_backward(void *self, const mpt_pool2d_args *a) {
+    return mpti_pool_run(self, a, "avg_pool_backward", MPTI_POOL_AVG, false);
+}
+
+static mpt_result mpti_global_avg_pool_forward(void *self, const mpt_pool2d_args *a) {
+    return mpti_pool_run(self, a, "global_avg_pool_forward", MPTI_POOL_GLOBAL, true);
+}
+
+static mpt_result mpti_global_avg_pool_backward(void *self, const mpt_pool2d_args *a) {
+    return mpti_pool_run(self, a, "global_avg_pool_backward", MPTI_POOL_GLOBAL, false);
+}
+
+/* ---- pointwise: relu, add, dropout --------------------------------------------------------------
+   Items are spans of one sample, so that dropout can count its elements. */
+typedef enum mpti_pointwise_kind {
+    MPTI_RELU,
+    MPTI_RELU_GATE,
+    MPTI_ADD,
+    MPTI_DROPOUT
+} mpti_pointwise_kind;
+
+typedef struct mpti_pointwise_job {
+    const mpti_cpu *cpu;
+    mpti_pointwise_kind kind;
+    mpt_pointwise_args args;
+    const mpt_dropout_args *dropout;
+} mpti_pointwise_job;
+
+static void mpti_dropout_span(const mpt_dropout_args *d, int64_t sample, int64_t at,
+                              float x[MPTI_SPAN]);
+
+static void mpti_pointwise_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpti_pointwise_job *job = (const mpti_pointwise_job *)user;
+    const mpt_pointwise_args *p = &job->args;
+    const int64_t spans = (p->per_sample + MPTI_SPAN - 1) / MPTI_SPAN;
+    float a[MPTI_SPAN], b[MPTI_SPAN];
+    int64_t item;
+    int e;
+
+    (void)chunk;
+    for (item = begin; item < end; item++) {
+        const int64_t sample = item / spans, in_sample = item % spans * MPTI_SPAN;
+        const int64_t at = sample * p->per_sample + in_sample;
+        const int64_t size = mpti_min64(p->per_sample - in_sample, MPTI_SPAN);
+        if (sample >= p->num_valid) {
+            mpti_zero(p->dtype, p->y, at, at + size);
+            continue;
+        }
+        mpti_span_read(job->cpu, p->dtype, p->a, at, size, a);
+        if (job->kind == MPTI_RELU) {
+            for (e = 0; e < MPTI_SPAN; e++) a[e] = mpti_relu(a[e]);
+        } else if (job->kind == MPTI_DROPOUT) {
+            mpti_dropout_span(job->dropout, sample, in_sample, a);
+        } else {
+            mpti_span_read(job->cpu, p->dtype, p->b, at, size, b);
+            if (job->kind == MPTI_ADD)
+                for (e = 0; e < MPTI_SPAN; e++) a[e] += b[e];
+            else
+                for (e = 0; e < MPTI_SPAN; e++) a[e] = mpti_relu_gate(a[e], b[e]);
+        }
+        mpti_span_write(job->cpu, p->dtype, a, p->y, at, size);
+    }
+}
+
+static mpt_result mpti_pointwise_run(mpti_pointwise_job *job, const char *op) {
+    const mpt_pointwise_args *p = &job->args;
+    mpt_result rc = mpti_check_slice(job->cpu, op, p->n, p->num_valid, p->dtype,
+                                     (double)p->per_sample);
+
+    if (rc) return rc;
+    return mpti_for_ranges(job->cpu, p->n * ((p->per_sample + MPTI_SPAN - 1) / MPTI_SPAN),
+                           MPTI_ROW_CHUNKS, mpti_pointwise_range, job);
+}
+
+static mpt_result mpti_pointwise(void *self, const mpt_pointwise_args *a, mpti_pointwise_kind kind,
+                                 const char *op) {
+    mpti_pointwise_job job;
+
+    job.cpu = (const mpti_cpu *)self;
+    job.kind = kind;
+    job.args = *a;
+    job.dropout = NULL;
+    return mpti_pointwise_run(&job, op);
+}
+
+static mpt_result mpti_relu_forward(void *self, const mpt_pointwise_args *a) {
+    return mpti_pointwise(self, a, MPTI_RELU, "relu_forward");
+}
+
+static mpt_result mpti_relu_backward(void *self, const mpt_pointwise_args *a) {
+    return mpti_pointwise(self, a, MPTI_RELU_GATE, "relu_backward");
+}
+
+static mpt_result mpti_add_op(void *self, const mpt_pointwise_args *a) {
+    return mpti_pointwise(self, a, MPTI_ADD, "add");
+}
+
+/* Purposes of random numbers from here on belong to dropout layers, one each. */
+enum { MPTI_RANDOM_DROPOUT = 64, MPTI_MAX_DROPOUT_LAYERS = 192 };
+
+/* Element e of a sample takes word e % 4 of the four numbers of lane e / 4. Dropped: words below
+   probability * 2^32. at is a multiple of 4, being one of MPTI_SPAN. */
+static void mpti_dropout_span(const mpt_dropout_args *d, int64_t sample, int64_t at,
+                              float x[MPTI_SPAN]) {
+    const uint64_t id = d->sample_ids ? d->sample_ids[sample] : (uint64_t)sample;
+    const int64_t size = mpti_min64(d->per_sample - at, MPTI_SPAN);
+    const double limit = (double)d->probability * 4294967296.0;
+    const float scale = d->probability < 1 ? 1.0f / (1.0f - d->probability) : 0.0f;
+    uint32_t words[4] = {0, 0, 0, 0};
+    int e;
+
+    for (e = 0; e < size; e++) {
+        if (e % 4 == 0)
+            mpti_random4(d->seed, d->epoch, id, (uint32_t)((at + e) / 4),
+                         (mpti_purpose)(MPTI_RANDOM_DROPOUT + d->layer), words);
+        x[e] = (double)words[e % 4] < limit ? 0.0f : x[e] * scale;
+    }
+}
+
+static mpt_result mpti_dropout(void *self, const mpt_dropout_args *d, const char *op) {
+    mpti_pointwise_job job;
+
+    memset(&job, 0, sizeof job);
+    job.cpu = (const mpti_cpu *)self;
+    if (!(d->probability >= 0 && d->probability <= 1))
+        return mpti_op_error(job.cpu, op, "probability must be 0 .. 1");
+    if (d->layer < 0 || d->layer >= MPTI_MAX_DROPOUT_LAYERS)
+        return mpti_op_error(job.cpu, op, "layer must be 0 .. 191");
+    job.args.a = d->x;
+    job.args.y = d->y;
+    job.args.n = d->n;
+    job.args.num_valid = d->num_valid;
+    job.args.per_sample = d->per_sample;
+    job.args.dtype = d->dtype;
+    job.kind = MPTI_DROPOUT;
+    job.dropout = d;
+    return mpti_pointwise_run(&job, op);
+}
+
+static mpt_result mpti_dropout_forward(void *self, const mpt_dropout_args *d) {
+    return mpti_dropout(self, d, "dropout_forward");
+}
+
+static mpt_result mpti_dropout_backward(void *self, const mpt_dropout_args *d) {
+    return mpti_dropout(self, d, "dropout_backward");
+}
+
+/* ---- softmax cross entropy ----------------------------------------------------------------------
+   loss = log(sum exp(z - max)) + (1 - smoothing) (max - z[label]) + smoothing * mean(max - z)
+   Every term is at least 0, and nothing overflows: exp never sees more than 0. */
+static uint64_t mpti_f64_bits(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+
+static double mpti_f64_from_bits(uint64_t u) {
+    double x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+/* e^x within 1e-11 of itself; 0 below -708, infinity above 709. x = n ln 2 + r with |r| <= ln 2 /
+   2, then Taylor's series to r^10 (the rest is below 3e-13). */
+static double mpti_exp(double x) {
+    static const double inverse[11] = {1.0,         1.0,          1.0 / 2,      1.0 / 6,
+                                       1.0 / 24,    1.0 / 120,    1.0 / 720,    1.0 / 5040,
+                                       1.0 / 40320, 1.0 / 362880, 1.0 / 3628800};
+    const double ln2 = 0.69314718055994530942, infinity = mpti_f64_from_bits(0x7ff0000000000000u);
+    double r, sum = inverse[10];
+    int n, i;
+
+    if ((mpti_f64_bits(x) & 0x7fffffffffffffffu) > 0x7ff0000000000000u) return x; /* NaN */
+    if (x < -708) return 0;
+    if (x > 709) return infinity;
+    n = (int)(x / ln2 + (x < 0 ? -0.5 : 0.5));
+    r = x - n * ln2;
+    for (i = 9; i >= 0; i--) sum = sum * r + inverse[i];
+    return sum * mpti_f64_from_bits((uint64_t)(n + 1023) << 52);
+}
+
+/* Natural logarithm of a normal positive number, within 1e-12 of itself. x = 2^e m with m around 1;
+   log m = 2 (t + t^3/3 + t^5/5 + ..) with t = (m-1)/(m+1), |t| < 0.172, to t^15 (the rest is below
+   1e-14). 0 gives -infinity; infinity and NaN give themselves. */
+static double mpti_ln(double x) {
+    uint64_t u = mpti_f64_bits(x);
+    int e = (int)(u >> 52) - 1023, i;
+    double m, t, sum = 0;
+
+    if (u == 0) return mpti_f64_from_bits(0xfff0000000000000u);
+    if (u >= 0x7ff0000000000000u) return x;
+    m = mpti_f64_from_bits((u & 0xfffffffffffffu) | 0x3ff0000000000000u);
+    if (m > 1.4142135623730951) {
+        m /= 2;
+        e++;
+    }
+    t = (m - 1) / (m + 1);
+    for (i = 15; i >= 1; i -= 2) sum = sum * t * t + 1.0 / i;
+    return e * 0.69314718055994530942 + 2 * t * sum;
+}
+
+typedef struct mpti_softmax_job {
+    const mpti_cpu *cpu;
+    const mpt_softmax_xent_args *a;
+    double *parts; /* (chunks,4): loss, labeled, correct, correct in five */
+} mpti_softmax_job;
+
+typedef struct mpti_softmax_row { /* what one sample's logits come to */
+    double sum;                   /* of exp(z - max) */
+    double gaps;                  /* of max - z */
+    float max, at_label;
+    int rank; /* of the label: how many classes come before it */
+} mpti_softmax_row;
+
+static void mpti_softmax_scan(const mpti_softmax_job *job, int64_t row, int label,
+                              mpti_softmax_row *out) {
+    const mpt_softmax_xent_args *a = job->a;
+    float buffer[MPTI_SPAN];
+    int32_t best = INT32_MIN, label_key;
+    int c0, e;
+
+    memset(out, 0, sizeof *out);
+    out->at_label = mpti_load(a->dtype, a->logits,
+                              (size_t)row * a->classes + (size_t)mpti_max_int(label, 0));
+    label_key = mpti_order_key(out->at_label);
+    if (mpti_is_nan(out->at_label)) out->rank = a->classes + 5; /* never right */
+    for (c0 = 0; c0 < a->classes; c0 += MPTI_SPAN) {
+        const int width = mpti_min_int(a->classes - c0, MPTI_SPAN);
+        const float *z = mpti_row_read(job->cpu, a->dtype, a->logits, row * a->classes + c0, width,
+                                       buffer);
+        for (e = 0; e < width; e++) {
+            const int32_t key = mpti_order_key(z[e]);
+            if (key > best) {
+                best = key;
+                out->max = z[e];
+            }
+            if (key > label_key || (key == label_key && c0 + e < label)) out->rank++;
+        }
+    }
+    for (c0 = 0; c0 < a->classes; c0 += MPTI_SPAN) {
+        const int width = mpti_min_int(a->classes - c0, MPTI_SPAN);
+        const float *z = mpti_row_read(job->cpu, a->dtype, a->logits, row * a->classes + c0, width,
+                                       buffer);
+        for (e = 0; e < width; e++) {
+            out->sum += mpti_exp((double)z[e] - out->max);
+            out->gaps += (double)out->max - z[e];
+        }
+    }
+}
+
+static void mpti_softmax_outputs(const mpti_softmax_job *job, int64_t row, int label,
+                                 const mpti_softmax_row *r) {
+    const mpt_softmax_xent_args *a = job->a;
+    const double even = (double)a->label_smoothing / a->classes,
+                 peak = 1.0 - (double)a->label_smoothing;
+    float buffer[MPTI_SPAN], probabilities[MPTI_SPAN], gradient[MPTI_SPAN];
+    int c0, e;
+
+    for (c0 = 0; c0 < a->classes; c0 += MPTI_SPAN) {
+        const int width = mpti_min_int(a->classes - c0, MPTI_SPAN);
+        const int64_t at = row * a->classes + c0;
+        const float *z = mpti_row_read(job->cpu, a->dtype, a->logits, at, width, buffer);
+        for (e = 0; e < width; e++) {
+            double probability = mpti_exp((double)z[e] - r->max) / r->sum;
+            double target = even + (c0 + e == label ? peak : 0.0);
+            probabilities[e] = (float)probability;
+            gradient[e] = label < 0 ? 0.0f : (float)((probability - target) * a->grad_scale);
+        }
+        if (a->probabilities)
+            memcpy(a->probabilities + at, probabilities, (size_t)width * sizeof(float));
+        if (a->dlogits)
+            job->cpu->family->narrow(a->dtype, gradient, mpti_at_mutable(a->dtype, a->dlogits, at),
+                                     (size_t)width);
+    }
+}
+
+static void mpti_softmax_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpti_softmax_job *job = (const mpti_softmax_job *)user;
+    const mpt_softmax_xent_args *a = job->a;
+    double *part = job->parts + chunk * 4;
+    mpti_softmax_row r;
+    int64_t row;
+
+    memset(part, 0, 4 * sizeof(double));
+    for (row = begin; row < end; row++) {
+        const int label = row < a->num_valid ? a->labels[row] : -1;
+        if (row >= a->num_valid) {
+            if (a->dlogits)
+                mpti_zero(a->dtype, a->dlogits, row * a->classes, (row + 1) * a->classes);
+            if (a->probabilities)
+                mpti_zero(MPT_F32, a->probabilities, row * a->classes, (row + 1) * a->classes);
+            continue;
+        }
+        mpti_softmax_scan(job, row, label, &r);
+        mpti_softmax_outputs(job, row, label, &r);
+        if (label < 0) continue;
+        part[0] += mpti_ln(r.sum) +
+                   (1.0 - (double)a->label_smoothing) * ((double)r.max - r.at_label);
+        if (a->label_smoothing > 0) part[0] += (double)a->label_smoothing * r.gaps / a->classes;
+        part[1]++;
+        part[2] += r.rank < 1;
+        part[3] += r.rank < 5;
+    }
+}
+
+enum { MPTI_SOFTMAX_CHUNKS = 32 };
+
+static size_t mpti_softmax_xent_bytes(void *self, const mpt_softmax_xent_args *a) {
+    (void)self;
+    return a->n < 1 ? 0 : (size_t)mpti_num_chunks(a->n, MPTI_SOFTMAX_CHUNKS) * 4 * sizeof(double);
+}
+
+static mpt_result mpti_softmax_check(const mpti_cpu *cpu, const char *op,
+                                     const mpt_softmax_xent_args *a) {
+    mpt_result rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, (double)a->classes);
+    int i;
+
+    if (rc) return rc;
+    if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
+        return mpti_op_error(cpu, op, "label_smoothing must be 0 .. 1");
+    for (i = 0; i < a->num_valid; i++) {
+        if (a->labels[i] >= -1 && a->labels[i] < a->classes) continue;
+        return mpti_report(
+            cpu->ctx,
+            MPTI_FAIL(&cpu->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                      "%s: the label of slot %d is %d; labels are 0 .. %d, or -1 for none", op, i,
+                      (int)a->labels[i], a->classes - 1));
+    }
+    return mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
+                                mpti_softmax_xent_bytes(NULL, a));
+}
+
+static mpt_result mpti_softmax_xent(void *self, const mpt_softmax_xent_args *a) {
+    mpti_softmax_job job;
+    mpt_result rc;
+
+    job.cpu = (const mpti_cpu *)self;
+    job.a = a;
+    job.parts = (double *)a->workspace;
+    rc = mpti_softmax_check(job.cpu, "softmax_xent", a);
+    if (rc) return rc;
+    rc = mpti_for_ranges(job.cpu, a->n, MPTI_SOFTMAX_CHUNKS, mpti_softmax_range, &job);
+    if (rc) return rc;
+    mpti_tree_sum_f64(job.parts, 4, mpti_num_chunks(a->n, MPTI_SOFTMAX_CHUNKS));
+    a->stats->loss = job.parts[0];
+    a->stats->num_labeled = (int64_t)job.parts[1]; /* exact: counts are below 2^53 */
+    a->stats->num_correct = (int64_t)job.parts[2];
+    a->stats->num_correct_top5 = (int64_t)job.parts[3];
+    return MPT_OK;
+}
+
+/* ---- casts, input, fill, copy ---------------------------------------------------------------- */
+typedef struct mpti_cast_job {
+    const mpti_cpu *cpu;
+    const mpt_cast_args *cast;
+    const mpt_fill_args *fill;
+    const mpt_normalize_args *normalize;
+} mpti_cast_job;
+
+static void mpti_cast_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpti_cast_job *job = (const mpti_cast_job *)user;
+    const mpt_cast_args *a = job->cast;
+    float buffer[MPTI_SPAN];
+    int64_t at;
+
+    (void)chunk;
+    for (at = begin; at < end; at += MPTI_SPAN) {
+        int64_t count = mpti_min64(end - at, MPTI_SPAN);
+        const float *x = mpti_row_read(job->cpu, a->src_dtype, a->src, at, count, buffer);
+        job->cpu->family->narrow(a->dst_dtype, x, mpti_at_mutable(a->dst_dtype, a->dst, at),
+                                 (size_t)count);
+    }
+}
+
+static mpt_result mpti_cast(void *self, const mpt_cast_args *a) {
+    mpti_cast_job job;
+
+    memset(&job, 0, sizeof job);
+    job.cpu = (const mpti_cpu *)self;
+    job.cast = a;
+    if (!mpti_is_storage(a->src_dtype) || !mpti_is_storage(a->dst_dtype))
+        return mpti_op_error(job.cpu, "cast", "both types must be MPT_F32, MPT_F16 or MPT_BF16");
+    if (a->count < 0) return mpti_op_error(job.cpu, "cast", "count is negative");
+    return mpti_for_ranges(job.cpu, a->count, MPTI_ROW_CHUNKS, mpti_cast_range, &job);
+}
+
+static void mpti_fill_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpt_fill_args *a = ((const mpti_cast_job *)user)->fill;
+    int64_t i;
+
+    (void)chunk;
+    for (i = begin; i < end; i++) mpti_store(a->dtype, a->dst, (size_t)i, a->value);
+}
+
+static mpt_result mpti_fill(void *self, const mpt_fill_args *a) {
+    mpti_cast_job job;
+
+    memset(&job, 0, sizeof job);
+    job.cpu = (const mpti_cpu *)self;
+    job.fill = a;
+    if (!mpti_is_storage(a->dtype))
+        return mpti_op_error(job.cpu, "fill", "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
+    if (a->count < 0) return mpti_op_error(job.cpu, "fill", "count is negative");
+    return mpti_for_ranges(job.cpu, a->count, MPTI_ROW_CHUNKS, mpti_fill_range, &job);
+}
+
+static mpt_result mpti_copy(void *self, const mpt_copy_args *a) {
+    (void)self;
+    if (a->bytes) memcpy(a->dst, a->src, a->bytes);
+    return MPT_OK;
+}
+
+/* In double, as the loader does it: the same numbers whether it or this entry normalises. */
+static void mpti_normalize_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+    const mpt_normalize_args *a = ((const mpti_cast_job *)user)->normalize;
+    const int64_t valid = (int64_t)a->num_valid * a->h * a->wd;
+    int64_t pixel;
+    int c;
+
+    (void)chunk;
+    for (pixel = begin; pixel < mpti_min64(end, valid); pixel++) {
+        for (c = 0; c < a->c; c++) {
+            const size_t at = (size_t)pixel * a->c + c;
+            double x = a->src_dtype == MPT_U8 ? (double)((const uint8_t *)a->x)[at] / 255.0
+                                              : (double)mpti_load(a->src_dtype, a->x, at);
+            if (a->mean) x -= (double)a->mean[c];
+            if (a->std) x /= (double)a->std[c];
+            mpti_store(a->dtype, a->y, at, (float)x);
+        }
+    }
+    mpti_zero(a->dtype, a->y, mpti_max64(begin, valid) * a->c, end * a->c);
+}
+
+static mpt_result mpti_input_normalize(void *self, const mpt_normalize_args *a) {
+    mpti_cast_job job;
+    mpt_result rc;
+    int c;
+
+    memset(&job, 0, sizeof job);
+    job.cpu = (const mpti_cpu *)self;
+    job.normalize = a;
+    if (a->h < 1 || a->wd < 1 || a->c < 1)
+        return mpti_op_error(job.cpu, "input_normalize", "h, wd and c must be at least 1");
+    if (a->src_dtype != MPT_U8 && !mpti_is_storage(a->src_dtype))
+        return mpti_op_error(job.cpu, "input_normalize",
+                             "src_dtype must be MPT_U8, MPT_F32, MPT_F16 or MPT_BF16");
+    for (c = 0; a->std && c < a->c; c++)
+        if (!(a->std[c] > 0))
+            return mpti_op_error(job.cpu, "input_normalize", "std must be greater than 0");
+    rc = mpti_check_slice(job.cpu, "input_normalize", a->n, a->num_valid, a->dtype,
+                          (double)a->h * a->wd * a->c);
+    if (rc) return rc;
+    return mpti_for_ranges(job.cpu, (int64_t)a->n * a->h * a->wd, MPTI_ROW_CHUNKS,
+                           mpti_normalize_range, &job);
+}
+
+/* ---- the table ------------------------------------------------------------------------------- */
+/* family NULL: the first that this processor has. */
+static mpt_result mpti_cpu_open_family(mpt_ctx *ctx, const char *family, void **self) {
+    const size_t count = sizeof mpti_cpu_families / sizeof mpti_cpu_families[0];
+    mpti_cpu *cpu;
+    size_t i;
+
+    *self = NULL;
+    for (i = 0; i < count; i++) {
+        const mpti_cpu_family *f = &mpti_cpu_families[i];
+        if ((!family || !strcmp(family, f->name)) && (!f->is_supported || f->is_supported())) break;
+    }
+    if (i == count)
+        return mpti_report(ctx,
+                           MPTI_FAIL(&ctx->error, MPT_ERR_UNSUPPORTED,
+                                     "cpu backend: this processor or build has no kernels named %s",
+                                     family ? family : "plain"));
+    cpu = (mpti_cpu *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *cpu);
+    if (!cpu)
+        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY,
+                                          "no memory for the cpu backend"));
+    cpu->ctx = ctx;
+    cpu->family = &mpti_cpu_families[i];
+    *self = cpu;
+    return MPT_OK;
+}
+
+static mpt_result mpti_cpu_open(mpt_ctx *ctx, int device, void **self) {
+    (void)device;
+    return mpti_cpu_open_family(ctx, NULL, self);
+}
+
+static void mpti_cpu_close(void *self) {
+    mpti_cpu *cpu = (mpti_cpu *)self;
+
+    if (cpu) mpti_free(&cpu->ctx->desc.allocator, cpu, sizeof *cpu);
+}
+
+MPT_API const mpt_backend *mpt_backend_cpu(void) {
+    static const mpt_backend table = {"cpu",
+                                      mpti_cpu_open,
+                                      mpti_cpu_close,
+                                      mpti_conv2d_fprop_bytes,
+                                      mpti_conv2d_dgrad_bytes,
+                                      mpti_conv2d_wgrad_bytes,
+                                      mpti_conv2d_fprop,
+                                      mpti_conv2d_dgrad,
+                                      mpti_conv2d_wgrad,
+                                      mpti_dense_fprop_bytes,
+                                      mpti_dense_dgrad_bytes,
+                                      mpti_dense_wgrad_bytes,
+                                      mpti_dense_fprop,
+                                      mpti_dense_dgrad,
+                                      mpti_dense_wgrad,
+                                      mpti_batchnorm_bytes,
+                                      mpti_batchnorm_bytes,
+                                      mpti_batchnorm_forward,
+                                      mpti_batchnorm_backward,
+                                      mpti_relu_forward,
+                                      mpti_relu_backward,
+                                      mpti_add_op,
+                                      mpti_max_pool_forward,
+                                      mpti_max_pool_backward,
+                                      mpti_avg_pool_forward,
+                                      mpti_avg_pool_backward,
+                                      mpti_global_avg_pool_forward,
+                                      mpti_global_avg_pool_backward,
+                                      mpti_dropout_forward,
+                                      mpti_dropout_backward,
+                                      mpti_softmax_xent_bytes,
+                                      mpti_softmax_xent,
+                                      mpti_cast,
+                                      mpti_input_normalize,
+                                      mpti_fill,
+                                      mpti_copy};
+    return &table;
+}
+
+/* =================================================================================================
+ * >>layers   7 Layers: shapes and parameters, one step forward, one step backward
+ * =================================================================================================
+ *
+ * Problem: a model is a list of layers; each has to say what shape it makes of its input, and later
+ *          to find its inputs, weights and places for results.
+ * Idea:    a node for each layer; one struct knows where everything lies; a step fills in the
+ *          arguments of an operator of the backend and calls it. Backward visits the steps in
+ *          reverse: the first one that knows a gradient of a value writes it, later ones add.
+ * Shapes:  value v: (capacity, height, width, channels); its gradient likewise. Parameters are one
+ *          flat row of FP32 in layer order: conv (K,R,S,C), then its bias; gamma, beta;
+ *          dense (out, in), then its bias.
+ * Tested:  tests/test_model.c, tests/test_train.c
+ * Next:    >>model, which makes a list of nodes a model.
+ */
+typedef enum mpti_kind {
+    MPTI_KIND_INPUT = 0,
+    MPTI_KIND_CONV2D,
+    MPTI_KIND_BATCHNORM,
+    MPTI_KIND_RELU,
+    MPTI_KIND_ADD,
+    MPTI_KIND_MAX_POOL,
+    MPTI_KIND_AVG_POOL,
+    MPTI_KIND_GLOBAL_AVG_POOL,
+    MPTI_KIND_DENSE,
+    MPTI_KIND_DROPOUT
+} mpti_kind;
+
+static const char *mpti_kind_name(mpti_kind kind) {
+    static const char *const names[] = {"input", "conv2d",   "batchnorm", "relu",
+                                        "add",   "max_pool", "avg_pool",  "global_avg_pool",
+                                        "dense", "dropout"};
+    return names[kind];
+}
+
+enum { MPTI_NAME_BYTES = 64 };
+
+typedef struct mpti_node {
+    mpti_kind kind;
+    int in[2], num_in; /* values */
+    int h, w, c;       /* of the output */
+    int kernel, stride, padding, use_bias;
+    float epsilon, momentum, probability;
+    int zero_init_gamma;
+    int number;           /* of its kind, from 0: the dropout layer's key */
+    int64_t param_offset; /* in the flat row; -1: none */
+    int64_t num_params;
+    int64_t stat_offset; /* batch norm: of running mean (c), then running var (c); -1: none */
+    int num_uses;        /* layers that read the output */
+    /* after fusing: the step that computes this node's batch norm, and what goes with it */
+    bool fused;        /* the output is kept nowhere: a later node computes it on the way */
+    int norm;          /* ReLU or add that ends such a row: its batch norm; else -1 */
+    int residual;      /* value added on the way; -1: none */
+    bool ends_in_relu; /* of a row that ends here */
+    char name[MPTI_NAME_BYTES];
+} mpti_node;
+
+struct mpt_model {
+    mpt_ctx *ctx;
+    mpti_node *nodes; /* [num_nodes]; node v computes value v; node 0 is the input */
+    int num_nodes, capacity;
+    int logits; /* value; -1: not finished */
+    int64_t num_params, num_stats;
+    mpt_error wiring; /* the first mistake; code MPT_OK: none */
+};
+
+static int mpti_model_fail(mpt_model *m, mpti_kind kind, const char *what) { /* returns -1 */
+    if (m->wiring.code == MPT_OK)
+        MPTI_FAIL(&m->wiring, MPT_ERR_INVALID_ARGUMENT, "layer %d (%s): %s", m->num_nodes,
+                  mpti_kind_name(kind), what);
+    return -1;
+}
+
+/* "(h,w,c) and (h,w,c)": in messages about shapes. */
+static const char *mpti_shape_text(const mpti_node *a, const mpti_node *b, char text[96]) {
+    int n = snprintf(text, 96, "(%d,%d,%d)", a->h, a->w, a->c);
+    if (b) snprintf(text + n, 96 - (size_t)n, " and (%d,%d,%d)", b->h, b->w, b->c);
+    return text;
+}
+
+static bool mpti_model_grow(mpt_model *m) {
+    const mpt_allocator *a = &m->ctx->desc.allocator;
+    int capacity = m->capacity ? 2 * m->capacity : 32;
+    mpti_node *nodes = (mpti_node *)mpti_calloc(a, (size_t)capacity, sizeof *nodes);
+
+    if (!nodes) return false;
+    if (m->num_nodes) memcpy(nodes, m->nodes, sizeof *nodes * (size_t)m->num_nodes);
+    mpti_free(a, m->nodes, sizeof *nodes * (size_t)m->capacity);
+    m->nodes = nodes;
+    m->capacity = capacity;
+    return true;
+}
+
+/* A new node that reads x (and y, if not negative) and has x's shape. NULL: the model is broken. */
+static mpti_node *mpti_model_add(mpt_model *m, mpti_kind kind, int x, int y) {
+    mpti_node *node;
+    int i;
+
+    if (!m || m->wiring.code != MPT_OK) return NULL;
+    if (m->logits >= 0) {
+        mpti_model_fail(m, kind, "the model is finished: nothing can be added");
+        return NULL;
+    }
+    if (x < 0 || x >= m->num_nodes || y >= m->num_nodes) {
+        mpti_model_fail(
+            m, kind,
+            "its input is no value of this model: pass MPT_INPUT or what a layer returned");
+        return NULL;
+    }
+    if (m->num_nodes == m->capacity && !mpti_model_grow(m)) {
+        MPTI_FAIL(&m->wiring, MPT_ERR_OUT_OF_MEMORY, "no memory for layer %d", m->num_nodes);
+        return NULL;
+    }
+    node = &m->nodes[m->num_nodes];
+    memset(node, 0, sizeof *node);
+    node->kind = kind;
+    node->in[0] = x;
+    node->in[1] = y;
+    node->num_in = y < 0 ? 1 : 2;
+    node->h = m->nodes[x].h;
+    node->w = m->nodes[x].w;
+    node->c = m->nodes[x].c;
+    node->param_offset = node->stat_offset = -1;
+    node->norm = node->residual = -1;
+    for (i = 0; i < m->num_nodes; i++) node->number += m->nodes[i].kind == kind;
+    snprintf(node->name, sizeof node->name, "%s%d", mpti_kind_name(kind), node->number);
+    return node;
+}
+
+/* The node counts from here on. Returns its value. */
+static int mpti_model_keep(mpt_model *m, mpti_node *node, int64_t num_params, int64_t num_stats) {
+    node->num_params = num_params;
+    if (num_params) node->param_offset = m->num_params;
+    if (num_stats) node->stat_offset = m->num_stats;
+    m->num_params += num_params;
+    m->num_stats += num_stats;
+    m->nodes[node->in[0]].num_uses++;
+    if (node->num_in > 1) m->nodes[node->in[1]].num_uses++;
+    return m->num_nodes++;
+}
+
+/* ---- layers: shapes and parameters ----------------------------------------------------------- */
+
+/* How often a window fits into `size` elements, padded on both sides; 0: it doesn't. */
+static int mpti_window_outputs(int size, int kernel, int stride, int padding) {
+    int padded = size + 2 * padding;
+    return padded < kernel ? 0 : (padded - kernel) / stride + 1;
+}
+
+static bool mpti_model_window(mpt_model *m, mpti_node *node, int kernel, int stride, int padding) {
+    char what[256], shape[96];
+
+    node->kernel = kernel;
+    node->stride = stride;
+    node->padding = padding;
+    mpti_shape_text(node, NULL, shape);
+    node->h = mpti_window_outputs(node->h, kernel, stride, padding);
+    node->w = mpti_window_outputs(node->w, kernel, stride, padding);
+    if (node->h > 0 && node->w > 0) return true;
+    snprintf(
+        what, sizeof what,
+        "a window of %d x %d with padding %d doesn't fit into %s: the picture is too small, or "
+        "there are too many strides before",
+        kernel, kernel, padding, shape);
+    mpti_model_fail(m, node->kind, what);
+    return false;
+}
+
+MPT_API int mpt_conv2d(mpt_model *m, int x, const mpt_conv2d_desc *desc) {
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_CONV2D, x, -1);
+    int kernel, stride, in_channels;
+
+    if (!node) return -1;
+    kernel = desc && desc->kernel ? desc->kernel : 3;
+    stride = desc && desc->stride ? desc->stride : 1;
+    if (!desc || desc->out_channels < 1 || desc->out_channels > 65536)
+        return mpti_model_fail(m, node->kind, "mpt_conv2d_desc.out_channels must be in 1 .. 65536");
+    if (kernel < 1 || kernel > 64 || stride < 1 || stride > 64 || desc->padding < 0 ||
+        desc->padding > 64)
+        return mpti_model_fail(m, node->kind,
+                               "kernel and stride must be in 1 .. 64, padding in 0 .. 64");
+    in_channels = node->c;
+    if (!mpti_model_window(m, node, kernel, stride, desc->padding)) return -1;
+    node->c = desc->out_channels;
+    node->use_bias = desc->use_bias != 0;
+    return mpti_model_keep(m, node,
+                           (int64_t)node->c * kernel * kernel * in_channels +
+                               (node->use_bias ? node->c : 0),
+                           0);
+}
+
+MPT_API int mpt_batchnorm(mpt_model *m, int x, const mpt_batchnorm_desc *desc) {
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_BATCHNORM, x, -1);
+
+    if (!node) return -1;
+    node->epsilon = desc && desc->epsilon != 0 ? desc->epsilon : 1e-5f;
+    node->momentum = desc && desc->momentum != 0 ? desc->momentum : 0.1f;
+    node->zero_init_gamma = desc && desc->zero_init_gamma;
+    if (!(node->epsilon > 0 && node->momentum > 0 && node->momentum <= 1))
+        return mpti_model_fail(m, node->kind, "epsilon must be above 0, momentum in 0 .. 1");
+    return mpti_model_keep(m, node, 2 * (int64_t)node->c, 2 * (int64_t)node->c);
+}
+
+MPT_API int mpt_relu(mpt_model *m, int x) {
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_RELU, x, -1);
+    return node ? mpti_model_keep(m, node, 0, 0) : -1;
+}
+
+MPT_API int mpt_add(mpt_model *m, int x, int y) {
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_ADD, x, y < 0 ? INT_MAX : y);
+    const mpti_node *other;
+    char what[200], shapes[96];
+
+    if (!node) return -1;
+    other = &m->nodes[y];
+    if (node->h != other->h || node->w != other->w || node->c != other->c) {
+        snprintf(what, sizeof what,
+                 "shapes %s differ: put a 1 x 1 convolution with the right stride on the shortcut",
+                 mpti_shape_text(node, other, shapes));
+        return mpti_model_fail(m, node->kind, what);
+    }
+    return mpti_model_keep(m, node, 0, 0);
+}
+
+static int mpti_model_pool(mpt_model *m, mpti_kind kind, int x, int kernel, int stride,
+                           int padding) {
+    mpti_node *node = mpti_model_add(m, kind, x, -1);
+
+    if (!node) return -1;
+    if (kernel < 1 || kernel > 16 || stride < 1 || stride > 16 || padding < 0 ||
+        padding > kernel / 2)
+        return mpti_model_fail(m, kind,
+                               "kernel and stride must be in 1 .. 16, padding in 0 .. kernel / 2");
+    return mpti_model_window(m, node, kernel, stride, padding) ? mpti_model_keep(m, node, 0, 0)
+                                                               : -1;
+}
+
+MPT_API int mpt_max_pool(mpt_model *m, int x, int kernel, int stride, int padding) {
+    return mpti_model_pool(m, MPTI_KIND_MAX_POOL, x, kernel, stride, padding);
+}
+
+MPT_API int mpt_avg_pool(mpt_model *m, int x, int kernel, int stride, int padding) {
+    return mpti_model_pool(m, MPTI_KIND_AVG_POOL, x, kernel, stride, padding);
+}
+
+MPT_API int mpt_global_avg_pool(mpt_model *m, int x) {
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_GLOBAL_AVG_POOL, x, -1);
+
+    if (!node) return -1;
+    node->h = node->w = 1;
+    return mpti_model_keep(m, node, 0, 0);
+}
+
+MPT_API int mpt_dense(mpt_model *m, int x, int out_features) {
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_DENSE, x, -1);
+    int64_t in;
+
+    if (!node) return -1;
+    in = (int64_t)node->h * node->w * node->c;
+    if (out_features < 1 || out_features > 1 << 24 || in > 1 << 28)
+        return mpti_model_fail(m, node->kind,
+                               "out_features must be in 1 .. 2^24, inputs at most 2^28");
+    node->h = node->w = 1;
+    node->c = out_features;
+    node->use_bias = 1;
+    return mpti_model_keep(m, node, in * out_features + out_features, 0);
+}
+
+MPT_API int mpt_dropout(mpt_model *m, int x, float p) {
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_DROPOUT, x, -1);
+
+    if (!node) return -1;
+    if (!(p >= 0 && p < 1))
+        return mpti_model_fail(m, node->kind, "p must be in 0 .. 1, 1 excluded");
+    node->probability = p;
+    return mpti_model_keep(m, node, 0, 0);
+}
+
+MPT_API int mpt_name(mpt_model *m, int x, const char *name) {
+    if (!m || x < 1 || x >= m->num_nodes || !name) return x;
+    snprintf(m->nodes[x].name, MPTI_NAME_BYTES, "%s", name);
+    return x;
+}
+
+/* Where a node's data lie in the trainer's activation memory; SIZE_MAX: nowhere. */
+typedef struct mpti_place {
+    size_t value, gradient; /* bytes from the start */
+    size_t argmax;          /* max pooling: which element was the largest */
+    size_t bytes;           /* of the value */
+} mpti_place;
+
+typedef struct mpti_layout {
+    mpti_place *places; /* [num_nodes] */
+    size_t scratch;     /* place of a second gradient, to be added to the first */
+    size_t activation_bytes, workspace_bytes;
+} mpti_layout;
+
+/* What the steps of one trainer work with. */
+typedef struct mpti_net {
+    const mpt_model *model;
+    const mpt_backend *backend;
+    void *self;
+    mpt_dtype dtype;
+    int capacity; /* records of a microbatch */
+    mpti_layout layout;
+    uint8_t *activations, *workspace;
+    const float *masters; /* (num_params) FP32: biases, gamma, beta; all weights if dtype is F32 */
+    const void *weights;  /* (num_params) of dtype */
+    const float *running; /* (num_stats) */
+    float *batch;         /* (num_stats): mean and inverse deviation of this microbatch */
+    float *gradients;     /* (num_params) of this microbatch, then (num_stats) mean and variance */
+    bool *written;        /* [num_nodes]: the gradient of this value has been begun */
+    /* of this microbatch */
+    int num_valid;
+    bool training;
+    uint64_t seed;
+    int64_t step;
+    const uint64_t *sample_ids;
+    const int32_t *labels;
+    float label_smoothing, grad_scale;
+    float *probabilities; /* NULL, or (capacity, classes) */
+    mpt_softmax_stats stats;
+} mpti_net;
+
+static void *mpti_net_value(const mpti_net *net, int v) {
+    return net->activations + net->layout.places[v].value;
+}
+
+static void *mpti_net_gradient(const mpti_net *net, int v) {
+    return net->activations + net->layout.places[v].gradient;
+}
+
+static const void *mpti_net_weights(const mpti_net *net, const mpti_node *node) {
+    return (const uint8_t *)net->weights + mpt_dtype_size(net->dtype) * (size_t)node->param_offset;
+}
+
+static int64_t mpti_node_weights(const mpti_node *node) { /* without the bias */
+    return node->num_params - (node->use_bias ? node->c : 0);
+}
+
+static int64_t mpti_node_elements(const mpti_node *node) { /* of one sample */
+    return (int64_t)node->h * node->w * node->c;
+}
+
+/* ---- arguments of the operators -------------------------------------------------------------- */
+static mpt_conv2d_args mpti_conv2d_args(const mpti_net *net, const mpti_node *node) {
+    const mpti_node *in = &net->model->nodes[node->in[0]];
+    mpt_conv2d_args a;
+
+    memset(&a, 0, sizeof a);
+    a.n = net->capacity;
+    a.num_valid = net->num_valid;
+    a.h = in->h;
+    a.wd = in->w;
+    a.c = in->c;
+    a.k = node->c;
+    a.r = a.s = node->kernel;
+    a.p = node->h;
+    a.q = node->w;
+    a.stride = node->stride;
+    a.padding = node->padding;
+    a.dtype = net->dtype;
+    a.workspace = net->workspace;
+    a.workspace_bytes = net->layout.workspace_bytes;
+    return a;
+}
+
+static mpt_dense_args mpti_dense_args(const mpti_net *net, const mpti_node *node) {
+    mpt_dense_args a;
+
+    memset(&a, 0, sizeof a);
+    a.n = net->capacity;
+    a.num_valid = net->num_valid;
+    a.in = (int)mpti_node_elements(&net->model->nodes[node->in[0]]);
+    a.out = node->c;
+    a.dtype = net->dtype;
+    a.workspace = net->workspace;
+    a.workspace_bytes = net->layout.workspace_bytes;
+    return a;
+}
+
+/* node ends a row: its batch norm, the value added, and whether ReLU follows are known. */
+static mpt_batchnorm_args mpti_batchnorm_args(const mpti_net *net, const mpti_node *node) {
+    const mpti_node *norm = &net->model->nodes[node->norm];
+    mpt_batchnorm_args a;
+
+    memset(&a, 0, sizeof a);
+    a.n = net->capacity;
+    a.num_valid = net->num_valid;
+    a.h = norm->h;
+    a.wd = norm->w;
+    a.c = norm->c;
+    a.training = net->training;
+    a.relu = node->ends_in_relu;
+    a.epsilon = norm->epsilon;
+    a.dtype = net->dtype;
+    a.workspace = net->workspace;
+    a.workspace_bytes = net->layout.workspace_bytes;
+    if (!net->masters) return a; /* only sizes are asked for */
+    a.gamma = net->masters + norm->param_offset;
+    a.beta = a.gamma + norm->c;
+    a.running_mean = net->running + norm->stat_offset;
+    a.running_var = a.running_mean + norm->c;
+    a.batch_mean = net->batch + norm->stat_offset;
+    a.batch_inv_std = a.batch_mean + norm->c;
+    a.batch_var = net->gradients + net->model->num_params + norm->stat_offset + norm->c;
+    return a;
+}
+
+static mpt_pool2d_args mpti_pool2d_args(const mpti_net *net, const mpti_node *node) {
+    const mpti_node *in = &net->model->nodes[node->in[0]];
+    mpt_pool2d_args a;
+
+    memset(&a, 0, sizeof a);
+    a.n = net->capacity;
+    a.num_valid = net->num_valid;
+    a.h = in->h;
+    a.wd = in->w;
+    a.c = in->c;
+    a.p = node->h;
+    a.q = node->w;
+    a.kernel = node->kernel;
+    a.stride = node->stride;
+    a.padding = node->padding;
+    a.dtype = net->dtype;
+    if (node->kind == MPTI_KIND_MAX_POOL)
+        a.argmax = net->activations + net->layout.places[node - net->model->nodes].argmax;
+    return a;
+}
+
+static mpt_pointwise_args mpti_pointwise_args(const mpti_net *net, const mpti_node *node) {
+    mpt_pointwise_args a;
+
+    memset(&a, 0, sizeof a);
+    a.n = net->capacity;
+    a.num_valid = net->num_valid;
+    a.per_sample = mpti_node_elements(node);
+    a.dtype = net->dtype;
+    return a;
+}
+
+static mpt_dropout_args mpti_dropout_args(const mpti_net *net, const mpti_node *node) {
+    mpt_dropout_args a;
+
+    memset(&a, 0, sizeof a);
+    a.n = net->capacity;
+    a.num_valid = net->num_valid;
+    a.per_sample = mpti_node_elements(node);
+    a.dtype = net->dtype;
+    a.sample_ids = net->sample_ids;
+    a.seed = net->seed;
+    a.epoch = net->step;
+    a.layer = node->number;
+    a.probability = net->training ? node->probability : 0;
+    return a;
+}
+
+/* ---- forward --------------------------------------------------------------------------------- */
+static mpt_result mpti_step_forward_norm(mpti_net *net, int v) {
+    const mpti_node *node = &net->model->nodes[v], *norm = &net->model->nodes[node->norm];
+    mpt_batchnorm_args a = mpti_batchnorm_args(net, node);
+    float *mean = net->gradients + net->model->num_params + norm->stat_offset;
+    mpt_result rc;
+
+    a.x = mpti_net_value(net, norm->in[0]);
+    a.y = mpti_net_value(net, v);
+    if (node->residual >= 0) a.residual = mpti_net_value(net, node->residual);
+    rc = net->backend->batchnorm_forward(net->self, &a);
+    if (rc == MPT_OK && net->training) memcpy(mean, a.batch_mean, sizeof *mean * (size_t)norm->c);
+    return rc;
+}
+
+static mpt_result mpti_step_forward(mpti_net *net, int v) {
+    const mpti_node *node = &net->model->nodes[v];
+    const mpt_backend *b = net->backend;
+    const void *x = mpti_net_value(net, node->in[0]);
+    void *y = mpti_net_value(net, v);
+    mpt_pointwise_args pointwise = mpti_pointwise_args(net, node);
+
+    pointwise.a = x;
+    pointwise.y = y;
+    if (node->norm >= 0) return mpti_step_forward_norm(net, v);
+    switch (node->kind) {
+    case MPTI_KIND_CONV2D: {
+        mpt_conv2d_args a = mpti_conv2d_args(net, node);
+        a.x = x;
+        a.w = mpti_net_weights(net, node);
+        a.bias = node->use_bias ? net->masters + node->param_offset + mpti_node_weights(node)
+                                : NULL;
+        a.y = y;
+        return b->conv2d_fprop(net->self, &a);
+    }
+    case MPTI_KIND_DENSE: {
+        mpt_dense_args a = mpti_dense_args(net, node);
+        a.x = x;
+        a.w = mpti_net_weights(net, node);
+        a.bias = net->masters + node->param_offset + mpti_node_weights(node);
+        a.y = y;
+        return b->dense_fprop(net->self, &a);
+    }
+    case MPTI_KIND_MAX_POOL:
+    case MPTI_KIND_AVG_POOL:
+    case MPTI_KIND_GLOBAL_AVG_POOL: {
+        mpt_pool2d_args a = mpti_pool2d_args(net, node);
+        a.x = x;
+        a.y = y;
+        if (node->kind == MPTI_KIND_MAX_POOL) return b->max_pool_forward(net->self, &a);
+        return node->kind == MPTI_KIND_AVG_POOL ? b->avg_pool_forward(net->self, &a)
+                                                : b->global_avg_pool_forward(net->self, &a);
+    }
+    case MPTI_KIND_RELU: return b->relu_forward(net->self, &pointwise);
+    case MPTI_KIND_ADD:
+        pointwise.b = mpti_net_value(net, node->in[1]);
+        return b->add(net->self, &pointwise);
+    case MPTI_KIND_DROPOUT: {
+        mpt_dropout_args a = mpti_dropout_args(net, node);
+        a.x = x;
+        a.y = y;
+        return b->dropout_forward(net->self, &a);
+    }
+    case MPTI_KIND_INPUT:
+    case MPTI_KIND_BATCHNORM: break;
+    }
+    return MPT_ERR_INTERNAL;
+}
+
+/* ---- backward -------------------------------------------------------------------------------- */
+
+/* Where a step writes the gradient of value v: its place, or scratch if others wrote there before.
+   NULL: nobody needs it (the picture has no gradient). */
+static void *mpti_net_begin_gradient(const mpti_net *net, int v) {
+    if (v <= 0) return NULL;
+    return net->written[v] ? net->activations + net->layout.scratch : mpti_net_gradient(net, v);
+}
+
+static mpt_result mpti_net_end_gradient(mpti_net *net, int v, mpt_result rc) {
+    mpt_pointwise_args a;
+
+    if (rc || v <= 0) return rc;
+    if (!net->written[v]) {
+        net->written[v] = true;
+        return MPT_OK;
+    }
+    a = mpti_pointwise_args(net, &net->model->nodes[v]);
+    a.a = a.y = mpti_net_gradient(net, v);
+    a.b = net->activations + net->layout.scratch;
+    return net->backend->add(net->self, &a);
+}
+
+static mpt_result mpti_step_backward_norm(mpti_net *net, int v) {
+    const mpti_node *node = &net->model->nodes[v], *norm = &net->model->nodes[node->norm];
+    mpt_batchnorm_args a = mpti_batchnorm_args(net, node);
+    mpt_result rc;
+
+    a.x = mpti_net_value(net, norm->in[0]);
+    a.y = mpti_net_value(net, v);
+    a.dy = mpti_net_gradient(net, v);
+    a.dx = mpti_net_begin_gradient(net,
+                                   norm->in[0]); /* with a residual never scratch: see fusing */
+    if (!a.dx)
+        a.dx = net->activations + net->layout.scratch; /* the picture's, which nobody needs */
+    if (node->residual >= 0) a.dresidual = mpti_net_begin_gradient(net, node->residual);
+    a.dgamma = net->gradients + norm->param_offset;
+    a.dbeta = a.dgamma + norm->c;
+    rc = net->backend->batchnorm_backward(net->self, &a);
+    rc = mpti_net_end_gradient(net, norm->in[0], rc);
+    return mpti_net_end_gradient(net, node->residual, rc);
+}
+
+static mpt_result mpti_step_backward_conv2d(mpti_net *net, const mpti_node *node, const void *dy) {
+    mpt_conv2d_args a = mpti_conv2d_args(net, node);
+    mpt_result rc;
+
+    a.x = mpti_net_value(net, node->in[0]);
+    a.w = mpti_net_weights(net, node);
+    a.dy = dy;
+    a.dw = net->gradients + node->param_offset;
+    if (node->use_bias) a.dbias = a.dw + mpti_node_weights(node);
+    rc = net->backend->conv2d_wgrad(net->self, &a);
+    a.dx = mpti_net_begin_gradient(net, node->in[0]);
+    if (rc || !a.dx) return rc;
+    return mpti_net_end_gradient(net, node->in[0], net->backend->conv2d_dgrad(net->self, &a));
+}
+
+static mpt_result mpti_step_backward_dense(mpti_net *net, const mpti_node *node, const void *dy) {
+    mpt_dense_args a = mpti_dense_args(net, node);
+    mpt_result rc;
+
+    a.x = mpti_net_value(net, node->in[0]);
+    a.w = mpti_net_weights(net, node);
+    a.dy = dy;
+    a.dw = net->gradients + node->param_offset;
+    a.dbias = a.dw + mpti_node_weights(node);
+    rc = net->backend->dense_wgrad(net->self, &a);
+    a.dx = mpti_net_begin_gradient(net, node->in[0]);
+    if (rc || !a.dx) return rc;
+    return mpti_net_end_gradient(net, node->in[0], net->backend->dense_dgrad(net->self, &a));
+}
+
+static mpt_result mpti_step_backward_add(mpti_net *net, const mpti_node *node, const void *dy) {
+    mpt_copy_args a;
+    mpt_result rc = MPT_OK;
+    int side;
+
+    for (side = 0; side < 2 && rc == MPT_OK; side++) {
+        a.src = dy;
+        a.dst = mpti_net_begin_gradient(net, node->in[side]);
+        a.bytes = (size_t)net->capacity * (size_t)mpti_node_elements(node) *
+                  mpt_dtype_size(net->dtype);
+        if (a.dst)
+            rc = mpti_net_end_gradient(net, node->in[side], net->backend->copy(net->self, &a));
+    }
+    return rc;
+}
+
+static mpt_result mpti_step_backward(mpti_net *net, int v) {
+    const mpti_node *node = &net->model->nodes[v];
+    const mpt_backend *b = net->backend;
+    const void *dy = mpti_net_gradient(net, v);
+    mpt_pointwise_args pointwise;
+    mpt_dropout_args dropout;
+    mpt_pool2d_args pool;
+    void *dx;
+
+    if (node->norm >= 0) return mpti_step_backward_norm(net, v);
+    if (node->kind == MPTI_KIND_CONV2D) return mpti_step_backward_conv2d(net, node, dy);
+    if (node->kind == MPTI_KIND_DENSE) return mpti_step_backward_dense(net, node, dy);
+    if (node->kind == MPTI_KIND_ADD) return mpti_step_backward_add(net, node, dy);
+    dx = mpti_net_begin_gradient(net, node->in[0]);
+    if (!dx) return MPT_OK;
+    if (node->kind == MPTI_KIND_RELU) {
+        pointwise = mpti_pointwise_args(net, node);
+        pointwise.a = mpti_net_value(net, v);
+        pointwise.b = dy;
+        pointwise.y = dx;
+        return mpti_net_end_gradient(net, node->in[0], b->relu_backward(net->self, &pointwise));
+    }
+    if (node->kind == MPTI_KIND_DROPOUT) {
+        dropout = mpti_dropout_args(net, node);
+        dropout.x = dy;
+        dropout.y = dx;
+        return mpti_net_end_gradient(net, node->in[0], b->dropout_backward(net->self, &dropout));
+    }
+    pool = mpti_pool2d_args(net, node);
+    pool.x = mpti_net_value(net, node->in[0]);
+    pool.dy = dy;
+    pool.dx = dx;
+    if (node->kind == MPTI_KIND_MAX_POOL)
+        return mpti_net_end_gradient(net, node->in[0], b->max_pool_backward(net->self, &pool));
+    if (node->kind == MPTI_KIND_AVG_POOL)
+        return mpti_net_end_gradient(net, node->in[0], b->avg_pool_backward(net->self, &pool));
+    return mpti_net_end_gradient(net, node->in[0], b->global_avg_pool_backward(net->self, &pool));
+}
+
+/* ---- a whole pass ---------------------------------------------------------------------------- */
+static mpt_result mpti_net_forward(mpti_net *net, const void *images, mpt_dtype dtype) {
+    const mpti_node *input = &net->model->nodes[MPT_INPUT];
+    mpt_normalize_args a;
+    mpt_result rc;
+    int v;
+
+    memset(&a, 0, sizeof a);
+    a.x = images;
+    a.y = mpti_net_value(net, MPT_INPUT);
+    a.n = net->capacity;
+    a.num_valid = net->num_valid;
+    a.h = input->h;
+    a.wd = input->w;
+    a.c = input->c;
+    a.src_dtype = dtype;
+    a.dtype = net->dtype;
+    rc = net->backend->input_normalize(net->self, &a);
+    for (v = 1; v < net->model->num_nodes && rc == MPT_OK; v++)
+        if (!net->model->nodes[v].fused) rc = mpti_step_forward(net, v);
+    return rc;
+}
+
+/* Loss of the logits, and their gradient where training. */
+static mpt_result mpti_net_loss(mpti_net *net) {
+    int logits = net->model->logits;
+    mpt_softmax_xent_args a;
+
+    memset(&a, 0, sizeof a);
+    a.logits = mpti_net_value(net, logits);
+    a.labels = net->labels;
+    a.dlogits = net->training ? mpti_net_gradient(net, logits) : NULL;
+    a.probabilities = net->probabilities;
+    a.stats = &net->stats;
+    a.n = net->capacity;
+    a.num_valid = net->num_valid;
+    a.classes = net->model->nodes[logits].c;
+    a.label_smoothing = net->training ? net->label_smoothing : 0;
+    a.grad_scale = net->grad_scale;
+    a.dtype = net->dtype;
+    a.workspace = net->workspace;
+    a.workspace_bytes = net->layout.workspace_bytes;
+    return net->backend->softmax_xent(net->self, &a);
+}
+
+static mpt_result mpti_net_backward(mpti_net *net) {
+    mpt_result rc = MPT_OK;
+    int v;
+
+    memset(net->written, 0, sizeof *net->written * (size_t)net->model->num_nodes);
+    for (v = net->model->num_nodes - 1; v > 0 && rc == MPT_OK; v--)
+        if (!net->model->nodes[v].fused) rc = mpti_step_backward(net, v);
+    return rc;
+}
+
+/* =================================================================================================
+ * >>model   8 Model: a list of layers, finished and laid out; the zoo
+ * =================================================================================================
+ *
+ * Problem: a network is a graph; a user writes it down in a few lines and wants mistakes explained;
+ *          a machine wants a list in which the place of each buffer is known.
+ * Idea:    layers run in the order in which they were added, so the list is its own schedule; batch
+ *          norm, addition and ReLU in a row become one step; a gradient lives from its first writer
+ *          to the step that made its value, so most gradients can share places.
+ * Shapes:  value v: (height, width, channels) of each sample
+ * Tested:  tests/test_model.c
+ * Next:    >>optim, which turns gradients into updates.
+ */
+MPT_API mpt_result mpt_model_create(mpt_ctx *ctx, int height, int width, int channels,
+                                    mpt_model **out) {
+    mpt_model *m;
+
+    if (!ctx || !out) return MPT_ERR_INVALID_ARGUMENT;
+    *out = NULL;
+    if (height < 1 || width < 1 || channels < 1 || height > 16384 || width > 16384 ||
+        channels > 4096)
+        return mpti_report(
+            ctx,
+            MPTI_FAIL(
+                &ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                "mpt_model_create: height and width must be in 1 .. 16384, channels in 1 .. 4096"));
+    m = (mpt_model *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *m);
+    if (m) m->ctx = ctx;
+    if (!m || !mpti_model_grow(m)) {
+        mpt_model_destroy(m);
+        return mpti_report(ctx,
+                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a model"));
+    }
+    m->logits = -1;
+    m->nodes[0].h = height;
+    m->nodes[0].w = width;
+    m->nodes[0].c = channels;
+    m->nodes[0].in[0] = m->nodes[0].in[1] = m->nodes[0].norm = m->nodes[0].residual = -1;
+    m->nodes[0].param_offset = m->nodes[0].stat_offset = -1;
+    snprintf(m->nodes[0].name, MPTI_NAME_BYTES, "input");
+    m->num_nodes = 1;
+    *out = m;
+    return MPT_OK;
+}
+
+MPT_API void mpt_model_destroy(mpt_model *m) {
+    const mpt_allocator *a;
+
+    if (!m) return;
+    a = &m->ctx->desc.allocator;
+    mpti_free(a, m->nodes, sizeof *m->nodes * (size_t)m->capacity);
+    mpti_free(a, m, sizeof *m);
+}
+
+/* ---- finishing: fusing rows of batch norm, add, ReLU --------------------------------------------
+
+     conv -> batchnorm -> relu                 one step, at the ReLU
+     conv -> batchnorm -> add(shortcut) -> relu  one step, at the ReLU
+
+   What lies between is read by nobody else, so it need not be kept. */
+static int mpti_model_fusable_norm(const mpt_model *m, int value) { /* its batch norm; -1: none */
+    const mpti_node *node = &m->nodes[value];
+    return node->kind == MPTI_KIND_BATCHNORM && node->num_uses == 1 ? value : -1;
+}
+
+/* With an addition behind it, only where nobody else reads what it normalises: then one of the two
+   gradients that the step writes is the first of its value. */
+static int mpti_model_fusable_branch(const mpt_model *m, int value) {
+    int norm = mpti_model_fusable_norm(m, value);
+    return norm >= 0 && m->nodes[m->nodes[norm].in[0]].num_uses == 1 ? norm : -1;
+}
+
+static void mpti_model_fuse(mpt_model *m) {
+    int v;
+
+    for (v = 1; v < m->num_nodes; v++) {
+        mpti_node *relu = &m->nodes[v], *before = &m->nodes[relu->in[0]];
+        int side;
+        if (relu->kind != MPTI_KIND_RELU) continue;
+        relu->norm = mpti_model_fusable_norm(m, relu->in[0]);
+        relu->ends_in_relu = relu->norm >= 0;
+        if (before->kind == MPTI_KIND_ADD && before->num_uses == 1) {
+            for (side = 0; side < 2 && relu->norm < 0; side++) {
+                relu->norm = mpti_model_fusable_branch(m, before->in[side]);
+                relu->residual = relu->norm >= 0 ? before->in[1 - side] : -1;
+            }
+            relu->ends_in_relu = before->fused = relu->norm >= 0;
+        }
+        if (relu->norm >= 0) m->nodes[relu->norm].fused = true;
+    }
+    for (v = 1; v < m->num_nodes; v++) /* a batch norm on its own is a row of one */
+        if (m->nodes[v].kind == MPTI_KIND_BATCHNORM && !m->nodes[v].fused) m->nodes[v].norm = v;
+}
+
+MPT_API mpt_result mpt_model_finish(mpt_model *m, int logits) {
+    mpt_error *err;
+    int v;
+
+    if (!m) return MPT_ERR_INVALID_ARGUMENT;
+    err = &m->ctx->error;
+    if (m->wiring.code != MPT_OK) {
+        *err = m->wiring;
+        return mpti_report(m->ctx, err->code);
+    }
+    if (m->logits >= 0)
+        return mpti_report(m->ctx,
+                           MPTI_FAIL(err, MPT_ERR_INVALID_STATE, "the model is finished already"));
+    if (logits < 1 || logits >= m->num_nodes || m->nodes[logits].h != 1 || m->nodes[logits].w != 1)
+        return mpti_report(
+            m->ctx,
+            MPTI_FAIL(
+                err, MPT_ERR_INVALID_ARGUMENT,
+                "mpt_model_finish: logits must be a layer's output of shape (1,1,classes): end "
+                "with mpt_dense"));
+    if (logits != m->num_nodes - 1 || m->nodes[logits].num_uses > 0)
+        return mpti_report(
+            m->ctx,
+            MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                      "mpt_model_finish: logits must be the last layer, and read by no other"));
+    for (v = 1; v < m->num_nodes - 1; v++)
+        if (m->nodes[v].num_uses == 0)
+            return mpti_report(
+                m->ctx, MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                                  "mpt_model_finish: no layer reads the output of layer %d (%s)", v,
+                                  m->nodes[v].name));
+    if (m->num_params == 0)
+        return mpti_report(m->ctx, MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                                             "mpt_model_finish: nothing to learn in this model"));
+    m->nodes[logits].num_uses++; /* the loss reads it: so it is never fused away */
+    mpti_model_fuse(m);
+    m->logits = logits;
+    return MPT_OK;
+}
+
+MPT_API int mpt_model_num_layers(const mpt_model *m) {
+    return m ? m->num_nodes - 1 : 0;
+}
+
+MPT_API int64_t mpt_model_num_params(const mpt_model *m) {
+    return m ? m->num_params : 0;
+}
+
+MPT_API mpt_result mpt_model_layer(const mpt_model *m, int layer, mpt_layer_info *out) {
+    const mpti_node *node;
+
+    if (!m || !out || layer < 0 || layer >= m->num_nodes - 1) return MPT_ERR_INVALID_ARGUMENT;
+    node = &m->nodes[layer + 1];
+    out->name = node->name;
+    out->kind = mpti_kind_name(node->kind);
+    out->height = node->h;
+    out->width = node->w;
+    out->channels = node->c;
+    out->num_params = node->num_params;
+    out->fused = node->fused;
+    return MPT_OK;
+}
+
+/* ---- where everything lies ----------------------------------------------------------------------
+   Outputs are all kept from forward to backward. A gradient lives from the step that writes it
+   first (the last reader of the value) to the step that made the value: most can share places. */
+/* The values whose gradients a step writes. */
+static int mpti_step_inputs(const mpt_model *m, int v, int inputs[2]) {
+    const mpti_node *node = &m->nodes[v];
+
+    inputs[0] = node->norm >= 0 ? m->nodes[node->norm].in[0] : node->in[0];
+    inputs[1] = node->norm >= 0 ? node->residual : node->num_in > 1 ? node->in[1] : -1;
+    return inputs[1] >= 0 ? 2 : 1;
+}
+
+/* The lowest place for `bytes` that no living gradient takes. */
+static size_t mpti_layout_find(const mpti_layout *l, const bool *alive, int num_nodes, size_t bytes,
+                               size_t base) {
+    size_t at = base;
+    int v = 0;
+
+    while (v < num_nodes) {
+        const mpti_place *p = &l->places[v];
+        if (alive[v] && at < p->gradient + mpti_align(p->bytes) && p->gradient < at + bytes) {
+            at = p->gradient + mpti_align(p->bytes);
+            v = 0;
+        } else {
+            v++;
+        }
+    }
+    return at;
+}
+
+static void mpti_layout_gradients(const mpt_model *m, mpti_layout *l, bool *alive) {
+    size_t base = l->activation_bytes, end = base, scratch = 0;
+    int v, k, inputs[2];
+
+    memset(alive, 0, sizeof *alive * (size_t)m->num_nodes);
+    l->places[m->logits].gradient = base;
+    alive[m->logits] = true;
+    end = base + mpti_align(l->places[m->logits].bytes);
+    for (v = m->num_nodes - 1; v > 0; v--) {
+        if (m->nodes[v].fused) continue;
+        for (k = 0; k < 2; k++) {
+            mpti_place *p;
+            if (k >= mpti_step_inputs(m, v, inputs) || inputs[k] <= 0) continue;
+            p = &l->places[inputs[k]];
+            if (alive[inputs[k]] && mpti_align(p->bytes) > scratch) scratch = mpti_align(p->bytes);
+            if (alive[inputs[k]]) continue;
+            p->gradient = mpti_layout_find(l, alive, m->num_nodes, mpti_align(p->bytes), base);
+            alive[inputs[k]] = true;
+            if (p->gradient + mpti_align(p->bytes) > end) end = p->gradient + mpti_align(p->bytes);
+        }
+        alive[v] = false;
+    }
+    /* a batch norm right behind the picture writes a gradient that nobody reads */
+    if (m->num_nodes > 1 && scratch < mpti_align(l->places[MPT_INPUT].bytes))
+        for (v = 1; v < m->num_nodes; v++)
+            if (m->nodes[v].norm >= 0 && m->nodes[m->nodes[v].norm].in[0] == MPT_INPUT)
+                scratch = mpti_align(l->places[MPT_INPUT].bytes);
+    l->scratch = end;
+    l->activation_bytes = end + scratch;
+}
+
+static size_t mpti_max_size(size_t a, size_t b) {
+    return a > b ? a : b;
+}
+
+/* The most scratch that any operator of the model asks for. */
+static size_t mpti_net_workspace(const mpti_net *net) {
+    const mpt_backend *b = net->backend;
+    size_t most = 0;
+    mpt_softmax_xent_args softmax;
+    int v;
+
+    for (v = 1; v < net->model->num_nodes; v++) {
+        const mpti_node *node = &net->model->nodes[v];
+        if (node->kind == MPTI_KIND_CONV2D) {
+            mpt_conv2d_args a = mpti_conv2d_args(net, node);
+            most = mpti_max_size(most, b->conv2d_fprop_workspace_bytes(net->self, &a));
+            most = mpti_max_size(most, b->conv2d_dgrad_workspace_bytes(net->self, &a));
+            most = mpti_max_size(most, b->conv2d_wgrad_workspace_bytes(net->self, &a));
+        } else if (node->kind == MPTI_KIND_DENSE) {
+            mpt_dense_args a = mpti_dense_args(net, node);
+            most = mpti_max_size(most, b->dense_fprop_workspace_bytes(net->self, &a));
+            most = mpti_max_size(most, b->dense_dgrad_workspace_bytes(net->self, &a));
+            most = mpti_max_size(most, b->dense_wgrad_workspace_bytes(net->self, &a));
+        } else if (node->norm >= 0) {
+            mpt_batchnorm_args a = mpti_batchnorm_args(net, node);
+            a.training = 1;
+            most = mpti_max_size(most, b->batchnorm_forward_workspace_bytes(net->self, &a));
+            most = mpti_max_size(most, b->batchnorm_backward_workspace_bytes(net->self, &a));
+        }
+    }
+    memset(&softmax, 0, sizeof softmax);
+    softmax.n = net->capacity;
+    softmax.num_valid = net->capacity;
+    softmax.classes = net->model->nodes[net->model->logits].c;
+    softmax.dtype = net->dtype;
+    return mpti_max_size(most, b->softmax_xent_workspace_bytes(net->self, &softmax));
+}
+
+/* Fills net->layout, whose places have been allocated. alive: [num_nodes] of scratch. */
+static void mpti_net_lay_out(mpti_net *net, bool *alive) {
+    const mpt_model *m = net->model;
+    mpti_layout *l = &net->layout;
+    int v;
+
+    l->activation_bytes = 0;
+    for (v = 0; v < m->num_nodes; v++) {
+        const mpti_node *node = &m->nodes[v];
+        size_t elements = (size_t)net->capacity * (size_t)mpti_node_elements(node);
+        l->places[v].value = l->places[v].gradient = l->places[v].argmax = 0;
+        l->places[v].bytes = elements * mpt_dtype_size(net->dtype);
+        if (node->fused) continue;
+        l->places[v].value = l->activation_bytes;
+        l->activation_bytes += mpti_align(l->places[v].bytes);
+        if (node->kind != MPTI_KIND_MAX_POOL) continue;
+        l->places[v].argmax = l->activation_bytes;
+        l->activation_bytes += mpti_align(elements);
+    }
+    mpti_layout_gradients(m, l, alive);
+    net->num_valid = net->capacity;
+    l->workspace_bytes = mpti_align(mpti_net_workspace(net));
+}
+
+/* ---- the zoo --------------------------------------------------------------------------------- */
+static int mpti_zoo_conv(mpt_model *m, int x, const char *name, int channels, int kernel,
+                         int stride, int bias) {
+    mpt_conv2d_desc d;
+
+    memset(&d, 0, sizeof d);
+    d.out_channels = channels;
+    d.kernel = kernel;
+    d.stride = stride;
+    d.padding = kernel / 2;
+    d.use_bias = bias;
+    return mpt_name(m, mpt_conv2d(m, x, &d), name);
+}
+
+/* Convolution and batch norm, named as torchvision does: prefix + "conv1", prefix + "bn1". */
+static int mpti_zoo_conv_norm(mpt_model *m, int x, const char *prefix, int number, int channels,
+                              int kernel, int stride) {
+    char name[MPTI_NAME_BYTES];
+
+    snprintf(name, sizeof name, "%sconv%d", prefix, number);
+    x = mpti_zoo_conv(m, x, name, channels, kernel, stride, 0);
+    snprintf(name, sizeof name, "%sbn%d", prefix, number);
+    return mpt_name(m, mpt_batchnorm(m, x, NULL), name);
+}
+
+/* The shortcut of a block: the input itself, or a 1 x 1 convolution where the shape changes. */
+static int mpti_zoo_shortcut(mpt_model *m, int x, const char *prefix, int channels, int stride) {
+    char name[MPTI_NAME_BYTES];
+
+    if (!m || x < 0 || x >= m->num_nodes || (stride == 1 && m->nodes[x].c == channels)) return x;
+    snprintf(name, sizeof name, "%sdownsample.0", prefix);
+    x = mpti_zoo_conv(m, x, name, channels, 1, stride, 0);
+    snprintf(name, sizeof name, "%sdownsample.1", prefix);
+    return mpt_name(m, mpt_batchnorm(m, x, NULL), name);
+}
+
+/* He et al. 2016, figure 5: two 3 x 3 convolutions, or 1 x 1, 3 x 3, 1 x 1 with four times the
+   channels; the stride is on the 3 x 3. */
+static int mpti_zoo_block(mpt_model *m, int x, const char *prefix, int channels, int stride,
+                          bool bottleneck) {
+    int y = x;
+
+    if (bottleneck) y = mpt_relu(m, mpti_zoo_conv_norm(m, y, prefix, 1, channels, 1, 1));
+    y = mpt_relu(m, mpti_zoo_conv_norm(m, y, prefix, bottleneck ? 2 : 1, channels, 3, stride));
+    y = mpti_zoo_conv_norm(m, y, prefix, bottleneck ? 3 : 2, bottleneck ? 4 * channels : channels,
+                           bottleneck ? 1 : 3, 1);
+    x = mpti_zoo_shortcut(m, x, prefix, bottleneck ? 4 * channels : channels, stride);
+    return mpt_relu(m, mpt_add(m, y, x));
+}
+
+static int mpti_zoo_stages(mpt_model *m, int x, const int *blocks, int num_stages, int channels,
+                           bool bottleneck) {
+    char prefix[32];
+    int stage, block;
+
+    for (stage = 0; stage < num_stages; stage++, channels *= 2)
+        for (block = 0; block < blocks[stage]; block++) {
+            snprintf(prefix, sizeof prefix, "layer%d.%d.", stage + 1, block);
+            x = mpti_zoo_block(m, x, prefix, channels, stage > 0 && block == 0 ? 2 : 1, bottleneck);
+        }
+    return x;
+}
+
+/* CIFAR's form: 6n + 2 layers, three stages of 16, 32, 64 channels. */
+static int mpti_zoo_resnet_cifar(mpt_model *m, int n, int num_classes) {
+    int blocks[3], x;
+
+    blocks[0] = blocks[1] = blocks[2] = n;
+    x = mpt_relu(m, mpti_zoo_conv_norm(m, MPT_INPUT, "", 1, 16, 3, 1));
+    x = mpti_zoo_stages(m, x, blocks, 3, 16, false);
+    return mpt_name(m, mpt_dense(m, mpt_global_avg_pool(m, x), num_classes), "fc");
+}
+
+static int mpti_zoo_resnet(mpt_model *m, const int blocks[4], bool bottleneck, int num_classes) {
+    int x = mpt_relu(m, mpti_zoo_conv_norm(m, MPT_INPUT, "", 1, 64, 7, 2));
+
+    x = mpti_zoo_stages(m, mpt_max_pool(m, x, 3, 2, 1), blocks, 4, 64, bottleneck);
+    return mpt_name(m, mpt_dense(m, mpt_global_avg_pool(m, x), num_classes), "fc");
+}
+
+static int mpti_zoo_lenet(mpt_model *m, int num_classes) {
+    int x = mpt_relu(m, mpti_zoo_conv(m, MPT_INPUT, "conv1", 32, 3, 1, 1));
+
+    x = mpt_max_pool(m, x, 2, 2, 0);
+    x = mpt_relu(m, mpti_zoo_conv(m, x, "conv2", 64, 3, 1, 1));
+    x = mpt_relu(m, mpt_name(m, mpt_dense(m, mpt_max_pool(m, x, 2, 2, 0), 128), "fc1"));
+    return mpt_name(m, mpt_dense(m, x, num_classes), "fc2");
+}
+
+static int mpti_zoo_mlp(mpt_model *m, int num_classes) {
+    int x = mpt_relu(m, mpt_name(m, mpt_dense(m, MPT_INPUT, 256), "fc1"));
+
+    x = mpt_relu(m, mpt_name(m, mpt_dense(m, x, 128), "fc2"));
+    return mpt_name(m, mpt_dense(m, x, num_classes), "fc3");
+}
+
+MPT_API int mpt_zoo(mpt_model *m, const char *name, int num_classes) {
+    static const int blocks18[4] = {2, 2, 2, 2}, blocks34[4] = {3, 4, 6, 3};
+    char what[160];
+
+    if (!m || !name) return -1;
+    if (!strcmp(name, "lenet")) return mpti_zoo_lenet(m, num_classes);
+    if (!strcmp(name, "mlp")) return mpti_zoo_mlp(m, num_classes);
+    if (!strcmp(name, "resnet20")) return mpti_zoo_resnet_cifar(m, 3, num_classes);
+    if (!strcmp(name, "resnet32")) return mpti_zoo_resnet_cifar(m, 5, num_classes);
+    if (!strcmp(name, "resnet56")) return mpti_zoo_resnet_cifar(m, 9, num_classes);
+    if (!strcmp(name, "resnet18")) return mpti_zoo_resnet(m, blocks18, false, num_classes);
+    if (!strcmp(name, "resnet34")) return mpti_zoo_resnet(m, blocks34, false, num_classes);
+    if (!strcmp(name, "resnet50")) return mpti_zoo_resnet(m, blocks34, true, num_classes);
+    snprintf(what, sizeof what,
+             "there is no network '%.40s': lenet, mlp, resnet20, resnet32, resnet56, resnet18, "
+             "resnet34, "
+             "resnet50",
+             name);
+    mpti_model_fail(m, MPTI_KIND_INPUT, what);
+    return -1;
+}
+
+/* =================================================================================================
+ * >>optim   9 Loss and optimizer
+ * =================================================================================================
+ * Problem: turn summed, scaled gradients into new weights in two passes over memory, with the same
+ *          bits whatever the number of threads.
+ * Idea:    all weights lie in one flat buffer, cut into chunks that never cross a tensor's border.
+ *          Pass 1 reads gradients and finds infs, NaNs and the norm; pass 2 unscales, clips,
+ *          decays, updates and writes the 16-bit copy while the chunk is still in the cache.
+ * Shapes:  weights, gradients, first and second moments FP32 [num_params], 16-bit copy the same:
+ *
+ *            | conv1.weight        | bn1.weight | bn1.bias | conv2.weight ...   segments (tensors)
+ *            | chunk 0 | chunk 1 | 2 | chunk 3  | chunk 4  | chunk 5 | ...      at most 16384 each
+ *
+ * Tested:  tests/test_optim.c, against PyTorch's steps
+ * Next:    >>scaler, which decides whether there is an update at all.
+ */
+
+/* In bits, since -ffast-math lets a compiler take every isfinite() for true. */
+static bool mpti_is_finite(float x) {
+    return (mpti_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
+}
+
+static bool mpti_is_within(float x, float low, float high) {
+    return mpti_is_finite(x) && x >= low && x <= high;
+}
+
+/* ---- the optimizer's desc -------------------------------------------------------------------- */
+#define MPTI_FLT_MAX 3.402823466e38f
+#define MPTI_TINY 1e-30f         /* "above 0" */
+#define MPTI_ALMOST_1 0.9999999f /* "below 1" */
+
+/* The one place where defaults of mpt_optimizer_desc are filled in. */
+static void mpti_optimizer_desc_defaults(mpt_optimizer_desc *d) {
+    if (d->kind == MPT_OPTIMIZER_DEFAULT) d->kind = MPT_OPTIMIZER_SGD_MOMENTUM;
+    if (mpti_f32_bits(d->momentum) == 0) d->momentum = 0.9f;
+    if (mpti_f32_bits(d->beta1) == 0) d->beta1 = 0.9f;
+    if (mpti_f32_bits(d->beta2) == 0) d->beta2 = 0.999f;
+    if (mpti_f32_bits(d->epsilon) == 0) d->epsilon = 1e-8f;
+    if (mpti_f32_bits(d->lars_trust) == 0) d->lars_trust = 0.001f;
+}
+
+/* Works on a desc whose defaults are filled in. */
+static mpt_result mpti_optimizer_desc_check(const mpt_optimizer_desc *d, mpt_error *err) {
+    const char *wrong =
+        (unsigned)d->kind > MPT_OPTIMIZER_LARS ? "kind is unknown"
+        : !mpti_is_within(d->learning_rate, MPTI_TINY, 1e30f)
+            ? "learning_rate is required: a number above 0"
+        : !mpti_is_within(d->momentum, MPTI_TINY, MPTI_ALMOST_1)
+            ? "momentum must be above 0 and below 1; for none choose MPT_OPTIMIZER_SGD"
+        : !mpti_is_within(d->beta1, MPTI_TINY, MPTI_ALMOST_1) ? "beta1 must be above 0 and below 1"
+        : !mpti_is_within(d->beta2, MPTI_TINY, MPTI_ALMOST_1) ? "beta2 must be above 0 and below 1"
+        : !mpti_is_within(d->epsilon, MPTI_TINY, 1e30f)       ? "epsilon must be above 0"
+        : !mpti_is_within(d->weight_decay, 0, MPTI_FLT_MAX)   ? "weight_decay must be at least 0"
+        : !mpti_is_within(d->max_grad_norm, 0, MPTI_FLT_MAX)  ? "max_grad_norm must be at least 0"
+        : !mpti_is_within(d->lars_trust, MPTI_TINY, 1e30f)    ? "lars_trust must be above 0"
+                                                              : NULL;
+
+    if (!wrong) return MPT_OK;
+    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_optimizer_desc.%s", wrong);
+}
+
+/* FP32 numbers of state per weight: momentum, or Adam's two moments. */
+static int mpti_optimizer_state_count(mpt_optimizer_kind kind) {
+    if (kind == MPT_OPTIMIZER_SGD) return 0;
+    return kind == MPT_OPTIMIZER_ADAM || kind == MPT_OPTIMIZER_ADAMW ? 2 : 1;
+}
+
+/* ---- segments and chunks --------------------------------------------------------------------- */
+enum {
+    MPTI_UPDATE_CHUNK = 16384
+}; /* weights: 64 KiB of each buffer, so that four fit into an L2 */
+
+typedef struct mpti_parameter { /* one parameter tensor within the flat buffers */
+    size_t offset, count;
+    bool decays; /* weight decay applies */
+    bool adapts; /* LARS's ratio applies */
+} mpti_parameter;
+
+typedef struct mpti_update_chunk {
+    size_t offset, count;
+    int64_t segment;
+    /* left by the last check */
+    double gradient_sum, weight_sum; /* of squares; of weights only for LARS */
+    uint32_t nonfinite;
+} mpti_update_chunk;
+
+typedef struct mpti_optimizer {
+    mpt_ctx *ctx;
+    mpt_optimizer_desc desc;        /* with defaults filled in */
+    const mpti_parameter *segments; /* [num_segments], ascending, the model's */
+    int64_t num_segments;
+    mpti_update_chunk *chunks; /* [num_chunks] */
+    int64_t num_chunks;
+    float *ratios; /* [num_segments] of LARS */
+    /* state: applied_steps is what a checkpoint needs; the powers follow from it */
+    int64_t applied_steps;
+    double beta1_power, beta2_power; /* beta^applied_steps */
+} mpti_optimizer;
+
+/* The flat buffers, all [num_params]. */
+typedef struct mpti_params {
+    float *weights; /* FP32 masters */
+    const float *gradients;
+    float *first, *second; /* moments; NULL where the kind has none */
+    uint16_t *half;        /* 16-bit copy of the weights; NULL: none */
+    mpt_dtype half_dtype;  /* MPT_F16 or MPT_BF16 */
+} mpti_params;
+
+/* What a loop over one chunk needs. */
+typedef struct mpti_span {
+    float *w, *m, *v; /* [n] */
+    const float *g;   /* [n] */
+    size_t n;
+    float multiplier; /* unscale * clip */
+    float decay;      /* d of the formulas in the API, 0 where it does not apply */
+    float rate;       /* r; for Adam divided by 1 - beta1^t, for LARS times q */
+    float keep;       /* AdamW: 1 - r d; else 1 */
+    float root;       /* Adam: sqrt(1 - beta2^t) */
+} mpti_span;
+
+/* One pass over all chunks. */
+typedef struct mpti_update_job {
+    mpti_optimizer *o;
+    const mpti_params *params;
+    mpti_span common; /* what holds for every chunk */
+} mpti_update_job;
+
+/* What the desc says of a tensor. desc with defaults filled in. */
+static mpti_parameter mpti_parameter_make(const mpt_optimizer_desc *desc, size_t offset,
+                                          size_t count, bool is_bn_or_bias) {
+    bool lars = desc->kind == MPT_OPTIMIZER_LARS;
+    mpti_parameter s;
+
+    s.offset = offset;
+    s.count = count;
+    s.adapts = lars && (!is_bn_or_bias || desc->lars_ratio_on_bn_and_bias);
+    s.decays = !is_bn_or_bias || (!desc->no_decay_on_bn_and_bias && (!lars || s.adapts));
+    return s;
+}
+
+static int64_t mpti_parameter_chunks(size_t count) {
+    return (int64_t)(count / MPTI_UPDATE_CHUNK + (count % MPTI_UPDATE_CHUNK != 0));
+}
+
+static void mpti_optimizer_close(mpti_optimizer *o) {
+    const mpt_allocator *a = o->ctx ? &o->ctx->desc.allocator : NULL;
+
+    if (!a) return;
+    mpti_free(a, o->chunks, sizeof *o->chunks * (size_t)o->num_chunks);
+    mpti_free(a, o->ratios, sizeof *o->ratios * (size_t)o->num_segments);
+    memset(o, 0, sizeof *o);
+}
+
+/* desc passes the check. segments stay alive until close; at least one is not empty. */
+static mpt_result mpti_optimizer_open(mpti_optimizer *o, mpt_ctx *ctx,
+                                      const mpt_optimizer_desc *desc,
+                                      const mpti_parameter *segments, int64_t num_segments) {
+    mpti_update_chunk *chunk;
+    int64_t i;
+    size_t done;
+
+    memset(o, 0, sizeof *o);
+    o->ctx = ctx;
+    o->desc = *desc;
+    o->segments = segments;
+    o->num_segments = num_segments;
+    o->beta1_power = o->beta2_power = 1;
+    for (i = 0; i < num_segments; i++) o->num_chunks += mpti_parameter_chunks(segments[i].count);
+    o->chunks = (mpti_update_chunk *)mpti_calloc(&ctx->desc.allocator, (size_t)o->num_chunks,
+                                                 sizeof *o->chunks);
+    o->ratios = (float *)mpti_calloc(&ctx->desc.allocator, (size_t)num_segments, sizeof *o->ratios);
+    if (!o->chunks || !o->ratios) {
+        mpti_optimizer_close(o);
+        return MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for the optimizer");
+    }
+    for (i = 0, chunk = o->chunks; i < num_segments; i++) {
+        for (done = 0; done < segments[i].count; done += chunk->count, chunk++) {
+            size_t left = segments[i].count - done;
+
+            chunk->offset = segments[i].offset + done;
+            chunk->count = left < MPTI_UPDATE_CHUNK ? left : (size_t)MPTI_UPDATE_CHUNK;
+            chunk->segment = i;
+        }
+    }
+    return MPT_OK;
+}
+
+static void mpti_optimizer_advance(mpti_optimizer *o) {
+    o->applied_steps++;
+    o->beta1_power *= (double)o->desc.beta1;
+    o->beta2_power *= (double)o->desc.beta2;
+}
+
+/* After loading a checkpoint. The same multiplications in the same order as in training, so that a
+   resumed run has the same powers to the last bit. */
+static void mpti_optimizer_resume(mpti_optimizer *o, int64_t applied_steps) {
+    o->applied_steps = 0;
+    o->beta1_power = o->beta2_power = 1;
+    while (o->applied_steps < applied_steps && o->beta2_power + o->beta1_power > 0)
+        mpti_optimizer_advance(o);
+    o->applied_steps = applied_steps;
+}
+
+/* ---- pass 1: is every gradient finite, and how long is the vector? --------------------------- */
+
+/* Eight sums side by side, which a compiler may keep in vectors: it may not reorder a single sum.
+   In double, as squares of FP32 numbers can overflow and vanish in FP32. */
+typedef struct mpti_square_sum {
+    double lanes[8];
+    uint32_t nonfinite[8];
+} mpti_square_sum;
+
+static void mpti_square_sum_add(mpti_square_sum *s, const float *x, float multiplier) { /* x [8] */
+    const uint32_t exponent = 0x7f800000u;
+    int k;
+
+    for (k = 0; k < 8; k++) {
+        float unscaled = x[k] * multiplier;
+        /* the second test is for scales below 1, where unscaling itself can overflow */
+        s->nonfinite[k] |= (uint32_t)((mpti_f32_bits(x[k]) & exponent) == exponent);
+        s->nonfinite[k] |= (uint32_t)((mpti_f32_bits(unscaled) & exponent) == exponent);
+        s->lanes[k] += (double)unscaled * (double)unscaled;
+    }
+}
+
+static double mpti_sum_of_squares(const float *x, size_t n, float multiplier, uint32_t *nonfinite) {
+    mpti_square_sum s;
+    float rest[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    int k;
+
+    memset(&s, 0, sizeof s);
+    for (; n >= 8; n -= 8, x += 8) mpti_square_sum_add(&s, x, multiplier);
+    memcpy(rest, x, n * sizeof *x);
+    mpti_square_sum_add(&s, rest, multiplier);
+    for (k = 0, *nonfinite = 0; k < 8; k++) *nonfinite |= s.nonfinite[k];
+    return ((s.lanes[0] + s.lanes[1]) + (s.lanes[2] + s.lanes[3])) +
+           ((s.lanes[4] + s.lanes[5]) + (s.lanes[6] + s.lanes[7]));
+}
+
+/* A binary tree whose shape depends on n alone: chunks may finish in any order. */
+static double mpti_tree_sum(const mpti_update_chunk *chunks, int64_t n, bool of_weights) {
+    int64_t left = n / 2;
+
+    if (n == 0) return 0;
+    if (n == 1) return of_weights ? chunks->weight_sum : chunks->gradient_sum;
+    return mpti_tree_sum(chunks, left, of_weights) +
+           mpti_tree_sum(chunks + left, n - left, of_weights);
+}
+
+/* sqrt of a sum of squares of FP32 numbers, 2^-300 .. 2^300, by way of sqrtf; within 1e-7 of it. */
+static float mpti_norm_of(double sum) {
+    const double far = 1.2676506002282294e30; /* 2^100 */
+    double norm;
+
+    if (sum > far) norm = (double)sqrtf((float)(sum / far / far)) * far;
+    else if (sum < 1 / far) norm = (double)sqrtf((float)(sum * far * far)) / far;
+    else norm = (double)sqrtf((float)sum);
+    return norm > (double)MPTI_FLT_MAX ? MPTI_FLT_MAX : (float)norm;
+}
+
+static mpt_result mpti_check_chunk(int64_t index, void *user) {
+    const mpti_update_job *job = (const mpti_update_job *)user;
+    mpti_update_chunk *c = &job->o->chunks[index];
+    uint32_t ignored;
+
+    c->gradient_sum = mpti_sum_of_squares(job->params->gradients + c->offset, c->count,
+                                          job->common.multiplier, &c->nonfinite);
+    if (job->o->segments[c->segment].adapts)
+        c->weight_sum = mpti_sum_of_squares(job->params->weights + c->offset, c->count, 1,
+                                            &ignored);
+    return MPT_OK;
+}
+
+/* unscale: what turns a stored gradient into the true one, 1 / (loss scale * records). Reads only.
+   *norm is that of the unscaled gradient, 0 if it is not finite. Every step, whatever the scale. */
+static mpt_result mpti_gradients_check(mpti_optimizer *o, const mpti_params *params, float unscale,
+                                       bool *found_nonfinite, float *norm) {
+    mpti_update_job job;
+    mpt_result rc;
+    int64_t i;
+
+    memset(&job, 0, sizeof job);
+    job.o = o;
+    job.params = params;
+    job.common.multiplier = unscale;
+    rc = mpt_parallel_for(o->ctx, o->num_chunks, mpti_check_chunk, &job);
+    if (rc) return rc;
+    *found_nonfinite = false;
+    for (i = 0; i < o->num_chunks; i++) *found_nonfinite |= o->chunks[i].nonfinite != 0;
+    *norm = *found_nonfinite ? 0 : mpti_norm_of(mpti_tree_sum(o->chunks, o->num_chunks, false));
+    return MPT_OK;
+}
+
+/* As torch.nn.utils.clip_grad_norm_, its 1e-6 included. max_norm 0: no clipping. */
+static float mpti_clip_factor(float norm, float max_norm) {
+    float factor = max_norm / (norm + 1e-6f);
+    return max_norm > 0 && factor < 1 ? factor : 1;
+}
+
+/* ---- pass 2: the update ------------------------------------------------------------------------
+   Each rule is one loop over a chunk. Scalars are copied out of the struct first: a store to w
+   might change them, for all that the compiler knows, and it would not vectorise. */
+static void mpti_update_sgd(const mpti_span *s) {
+    float *w = s->w, multiplier = s->multiplier, decay = s->decay, rate = s->rate;
+    const float *g = s->g;
+    size_t i, n = s->n;
+
+    for (i = 0; i < n; i++) w[i] -= rate * (g[i] * multiplier + decay * w[i]);
+}
+
+/* Three rules in one: factors of 1 and 0 change no bit. LARS has the rate inside the momentum, so
+   that old steps keep theirs (inner); Nesterov looks one step ahead (ahead, the factor of g). */
+static void mpti_update_momentum(const mpti_span *s, mpt_optimizer_kind kind, float momentum) {
+    float *w = s->w, *m = s->m, multiplier = s->multiplier, decay = s->decay;
+    float inner = kind == MPT_OPTIMIZER_LARS ? s->rate : 1;
+    float outer = kind == MPT_OPTIMIZER_LARS ? 1 : s->rate;
+    float ahead = kind == MPT_OPTIMIZER_SGD_NESTEROV ? 1 : 0;
+    float behind = kind == MPT_OPTIMIZER_SGD_NESTEROV ? momentum : 1;
+    const float *g = s->g;
+    size_t i, n = s->n;
+
+    for (i = 0; i < n; i++) {
+        float d = g[i] * multiplier + decay * w[i];
+
+        m[i] = momentum * m[i] + inner * d;
+        w[i] -= outer * (ahead * d + behind * m[i]);
+    }
+}
+
+/* epsilon is added in FP32: in FP16 1e-8 is 0, and a gradient of 0 gave 0/0. */
+static void mpti_update_adam(const mpti_span *s, float beta1, float beta2, float epsilon) {
+    float *w = s->w, *m = s->m, *v = s->v, multiplier = s->multiplier, decay = s->decay;
+    float rate = s->rate, keep = s->keep, root = s->root;
+    float rest1 = (float)(1 - (double)beta1), rest2 = (float)(1 - (double)beta2);
+    const float *g = s->g;
+    size_t i, n = s->n;
+
+    for (i = 0; i < n; i++) {
+        float d = g[i] * multiplier + decay * w[i];
+
+        m[i] = beta1 * m[i] + rest1 * d;
+        v[i] = beta2 * v[i] + rest2 * d * d;
+        w[i] = keep * w[i] - rate * (m[i] / (sqrtf(v[i]) / root + epsilon));
+    }
+}
+
+static void mpti_weights_to_half(const float *w, size_t n, mpt_dtype dtype, uint16_t *half) {
+    size_t i;
+
+    if (dtype == MPT_F16)
+        for (i = 0; i < n; i++) half[i] = mpt_f32_to_f16(w[i]);
+    else
+        for (i = 0; i < n; i++) half[i] = mpt_f32_to_bf16(w[i]);
+}
+
+static mpt_result mpti_update_chunk_run(int64_t index, void *user) {
+    const mpti_update_job *job = (const mpti_update_job *)user;
+    const mpti_update_chunk *c = &job->o->chunks[index];
+    const mpt_optimizer_desc *d = &job->o->desc;
+    const mpti_params *p = job->params;
+    mpti_span s = job->common;
+
+    s.w = p->weights + c->offset;
+    s.g = p->gradients + c->offset;
+    s.m = p->first ? p->first + c->offset : NULL;
+    s.v = p->second ? p->second + c->offset : NULL;
+    s.n = c->count;
+    s.rate *= job->o->ratios[c->segment];
+    if (!job->o->segments[c->segment].decays) {
+        s.decay = 0;
+        s.keep = 1;
+    }
+    switch (d->kind) {
+    case MPT_OPTIMIZER_SGD: mpti_update_sgd(&s); break;
+    case MPT_OPTIMIZER_ADAM:
+    case MPT_OPTIMIZER_ADAMW: mpti_update_adam(&s, d->beta1, d->beta2, d->epsilon); break;
+    case MPT_OPTIMIZER_DEFAULT:
+    case MPT_OPTIMIZER_SGD_MOMENTUM:
+    case MPT_OPTIMIZER_SGD_NESTEROV:
+    case MPT_OPTIMIZER_LARS: mpti_update_momentum(&s, d->kind, d->momentum); break;
+    }
+    if (p->half) mpti_weights_to_half(s.w, s.n, p->half_dtype, p->half + c->offset);
+    return MPT_OK;
+}
+
+/* Trust ratios from the norms that the check left. 1 where a norm is 0, as weights of zero would
+   never move otherwise, and where LARS is not at work. */
+static void mpti_lars_ratios(mpti_optimizer *o, float clip) {
+    const mpti_update_chunk *chunk = o->chunks;
+    int64_t i;
+
+    for (i = 0; i < o->num_segments; i++) {
+        const mpti_parameter *s = &o->segments[i];
+        int64_t n = mpti_parameter_chunks(s->count);
+        float w_norm = s->adapts ? mpti_norm_of(mpti_tree_sum(chunk, n, true)) : 0;
+        float g_norm = s->adapts ? mpti_norm_of(mpti_tree_sum(chunk, n, false)) * clip : 0;
+        float decay = s->decays ? o->desc.weight_decay : 0;
+
+        o->ratios[i] = 1;
+        if (w_norm > 0 && g_norm > 0)
+            o->ratios[i] = o->desc.lars_trust * w_norm /
+                           (g_norm + decay * w_norm + o->desc.epsilon);
+        chunk += n;
+    }
+}
+
+/* One update, after a check of the same gradients that found them finite. */
+static mpt_result mpti_optimizer_update(mpti_optimizer *o, const mpti_params *params, float unscale,
+                                        float clip, float learning_rate) {
+    const mpt_optimizer_desc *d = &o->desc;
+    mpti_update_job job;
+
+    mpti_optimizer_advance(o); /* t counts from 1 */
+    memset(&job, 0, sizeof job);
+    job.o = o;
+    job.params = params;
+    job.common.multiplier = unscale * clip;
+    job.common.decay = d->kind == MPT_OPTIMIZER_ADAMW ? 0 : d->weight_decay;
+    job.common.rate = learning_rate;
+    job.common.keep = 1;
+    if (d->kind == MPT_OPTIMIZER_ADAMW) job.common.keep = 1 - learning_rate * d->weight_decay;
+    if (mpti_optimizer_state_count(d->kind) == 2) {
+        job.common.rate = (float)((double)learning_rate / (1 - o->beta1_power));
+        job.common.root = sqrtf((float)(1 - o->beta2_power));
+    }
+    mpti_lars_ratios(o, clip);
+    return mpt_parallel_for(o->ctx, o->num_chunks, mpti_update_chunk_run, &job);
+}
+
+/* ---- schedules ---------------------------------------------------------------------------------
+   The same bits everywhere: only + - * / in double, and no product is added to anything before a
+   cast or a division has rounded it, since some compilers fuse the two into one rounding. */
+
+static void mpti_schedule_desc_defaults(mpt_schedule_desc *d) {
+    if (mpti_f32_bits(d->decay_factor) == 0) d->decay_factor = 0.1f;
+    if (d->poly_power == 0) d->poly_power = 2;
+    if (mpti_f32_bits(d->pct_start) == 0) d->pct_start = 0.3f;
+    if (mpti_f32_bits(d->div_factor) == 0) d->div_factor = 25;
+    if (mpti_f32_bits(d->final_div_factor) == 0) d->final_div_factor = 10000;
+}
+
+static const char *mpti_schedule_steps_wrong(const mpt_schedule_desc *d) { /* NULL: nothing */
+    int i;
+
+    if (d->num_milestones < 0 || (d->num_milestones > 0 && !d->milestones))
+        return "milestones must be num_milestones steps";
+    if (d->decay_every < 0) return "decay_every must be at least 0";
+    if (!d->num_milestones == !d->decay_every)
+        return "milestones or decay_every must be set, not both, for MPT_SCHEDULE_STEP";
+    for (i = 0; i < d->num_milestones; i++)
+        if (d->milestones[i] < (i ? d->milestones[i - 1] + 1 : 0))
+            return "milestones must be at least 0 and ascend";
+    return NULL;
+}
+
+/* Works on a desc whose defaults are filled in. */
+static mpt_result mpti_schedule_desc_check(const mpt_schedule_desc *d, int64_t total_steps,
+                                           mpt_error *err) {
+    bool needs_total = d->kind == MPT_SCHEDULE_COSINE || d->kind == MPT_SCHEDULE_POLY ||
+                       d->kind == MPT_SCHEDULE_ONE_CYCLE;
+    const char *wrong = (unsigned)d->kind > MPT_SCHEDULE_ONE_CYCLE ? "kind is unknown"
+                        : d->warmup_steps < 0 ? "warmup_steps must be at least 0"
+                        : needs_total && d->warmup_steps >= total_steps
+                            ? "warmup_steps must be below the number of steps"
+                        : !mpti_is_within(d->warmup_start, 0, 1) ? "warmup_start must be in 0 .. 1"
+                        : !mpti_is_within(d->end_factor, 0, 1)   ? "end_factor must be in 0 .. 1"
+                        : !mpti_is_within(d->decay_factor, 1e-30f, 1)
+                            ? "decay_factor must be above 0, at most 1"
+                        : d->poly_power < 1 || d->poly_power > 16 ? "poly_power must be in 1 .. 16"
+                        : !mpti_is_within(d->pct_start, MPTI_TINY, MPTI_ALMOST_1)
+                            ? "pct_start must be above 0 and below 1"
+                        : !mpti_is_within(d->div_factor, 1, MPTI_FLT_MAX)
+                            ? "div_factor must be at least 1"
+                        : !mpti_is_within(d->final_div_factor, 1, MPTI_FLT_MAX)
+                            ? "final_div_factor must be at least 1"
+                        : d->kind == MPT_SCHEDULE_STEP ? mpti_schedule_steps_wrong(d)
+                                                       : NULL;
+
+    if (!wrong) return MPT_OK;
+    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_schedule_desc.%s", wrong);
+}
+
+MPT_API mpt_result mpt_schedule_check(mpt_ctx *ctx, const mpt_schedule_desc *desc,
+                                      int64_t total_steps) {
+    mpt_schedule_desc d;
+
+    if (!desc) return MPT_ERR_INVALID_ARGUMENT;
+    d = *desc;
+    mpti_schedule_desc_defaults(&d);
+    return mpti_report(ctx, mpti_schedule_desc_check(&d, total_steps, ctx ? &ctx->error : NULL));
+}
+
+static double mpti_power(double x, int64_t k) { /* x^k by squaring */
+    double result = 1;
+
+    for (; k > 0; k /= 2, x *= x)
+        if (k % 2) result *= x;
+    return result;
+}
+
+/* (1 + cos(pi u)) / 2 for u in 0 .. 1, within 2^-50, and near u = 1 within 2^-50 of itself.
+   It is cos^2 = 1 - sin^2 of pi u / 2; seen from the nearer end the angle y is at most pi/4, where
+   sin y = y (1 - y^2/(2 3) (1 - y^2/(4 5) (1 - ...))) up to y^15 leaves out y^17/17! < 2^-54. */
+static double mpti_half_cosine(double u) {
+    bool late = u > 0.5;
+    double y = (late ? 1 - u : u) * 1.5707963267948966, sine = 1;
+    int k;
+
+    for (k = 14; k >= 2; k -= 2) sine = 1 - y * y * sine / (k * (k + 1));
+    sine *= y;
+    return late ? sine * sine : (1 - sine) * (1 + sine);
+}
+
+/* From `to` (f = 0) to `from` (f = 1). */
+static float mpti_mix(float from, float to, double f) {
+    return to + (float)(((double)from - (double)to) * f);
+}
+
+/* PyTorch's two phases, counted from 0: steps 0 .. rise and rise .. n - 1. */
+static float mpti_one_cycle(const mpt_schedule_desc *d, double step, double n) {
+    float start = 1 / d->div_factor, end = start / d->final_div_factor;
+    double rise = (double)(float)(n * (double)d->pct_start) - 1;
+
+    if (step > n - 1) step = n - 1;
+    if (step < rise) return mpti_mix(start, 1, mpti_half_cosine(step / rise));
+    if (rise < 0) rise = 0;
+    if (step <= rise) return 1;
+    return mpti_mix(1, end, mpti_half_cosine((step - rise) / (n - 1 - rise)));
+}
+
+/* Behind the warm-up. */
+static double mpti_schedule_factor(const mpt_schedule_desc *d, int64_t step, int64_t total) {
+    double n = (double)(total - d->warmup_steps), at = (double)(step - d->warmup_steps);
+    double u = at < n ? at / n : 1;
+    int64_t decays = 0;
+
+    switch (d->kind) {
+    case MPT_SCHEDULE_CONSTANT: return 1;
+    case MPT_SCHEDULE_STEP:
+        if (d->decay_every) decays = step / d->decay_every;
+        while (decays < d->num_milestones && d->milestones[decays] <= step) decays++;
+        return mpti_power((double)d->decay_factor, decays);
+    case MPT_SCHEDULE_COSINE: return (double)mpti_mix(1, d->end_factor, mpti_half_cosine(u));
+    case MPT_SCHEDULE_POLY:
+        return (double)mpti_mix(1, d->end_factor, mpti_power(1 - u, d->poly_power));
+    case MPT_SCHEDULE_ONE_CYCLE: return (double)mpti_one_cycle(d, at, n);
+    }
+    return 1;
+}
+
+MPT_API float mpt_schedule_rate(const mpt_schedule_desc *desc, float learning_rate,
+                                int64_t applied_steps, int64_t total_steps) {
+    mpt_schedule_desc d = *desc;
+    bool warming = applied_steps < d.warmup_steps;
+    double rate;
+
+    mpti_schedule_desc_defaults(&d);
+    rate = (double)learning_rate *
+           mpti_schedule_factor(&d, warming ? d.warmup_steps : applied_steps, total_steps);
+    if (warming)
+        rate *= (double)mpti_mix(1, d.warmup_start,
+                                 (double)(applied_steps + 1) / (double)(d.warmup_steps + 1));
+    return (float)rate;
+}
+
+MPT_API float mpt_learning_rate_scale(float learning_rate, int64_t batch, int64_t reference_batch) {
+    if (batch <= 0 || reference_batch <= 0) return 0;
+    return (float)((double)learning_rate * (double)batch / (double)reference_batch);
+}
+
+/* =================================================================================================
+ * >>scaler   10 Loss scaling
+ * =================================================================================================
+ * Problem: most gradients are tiny, and FP16 has nothing between 0 and 2^-24: they vanish in the
+ *          backward pass, and the weights behind them stop learning without a word.
+ * Idea:    backward is linear: multiply the loss by S, and every gradient is S times as large. The
+ *          FP32 optimizer divides by S again. S grows while all is well and falls on overflow.
+ * Shapes:  one float S for the whole model; the gradients it is divided out of, FP32 [num_params].
+ * Tested:  tests/test_scaler.c, against GradScaler's trace
+ * Next:    >>state, which writes S and the rest of a run into a file.
+ *
+ * ---- the room that FP16 has --------------------------------------------------------------------
+ *
+ *    0   2^-24              2^-14                 1                     2^15   65504
+ *    |     | | | | | | | | | |--|--|-----|-----|-----|-----|-----|-----|-----|---]   inf
+ *    gone  subnormal:         normal: 10 bits behind the first one               from 65520 on
+ *          one grid of 2^-24; 2^-20 has 4 bits behind the first one, 2^-24 has none
+ *
+ * A sketch of one layer's gradients, how many there are of each size. The mean over 256 records
+ * alone has made them 2^8 times smaller than those of one record. Upper row: S = 1, lower: 2^16.
+ *
+ *                 2^-40 2^-32   2^-24   2^-16   2^-8      1      2^8    2^16
+ *                 |       |       |       |       |       |       |       |
+ *      S = 1           .:-+*######*+-:.
+ *      S = 65536                       .:-+*######*+-:.
+ *                 --- become 0 ---|subnormal|--------- normal ----------|inf
+ *
+ * With S = 1 most are below 2^-25 and become 0, and the survivors have a few bits each. With 2^16
+ * all are there, nearly all in full precision. The multiplication itself costs nothing: S is a
+ * power of two, so it moves exponents and touches no mantissa, and 1/S moves them back; and
+ * FP32, in which weight gradients are summed, goes down to 2^-149. Micikevicius et al. 2018 (arXiv
+ * 1710.03740) trained with constants from 8 to 32768. Any S will do that brings most gradients up
+ * and keeps max|g| S below 65504; as nobody knows the gradients beforehand, the training looks for
+ * it by itself.
+ *
+ * ---- the search --------------------------------------------------------------------------------
+ *
+ *              growth_interval (2000) good steps in a row: S = 2 S, unless beyond max_scale
+ *             +----------------------------------------------+
+ *             v                                              |
+ *      +-------------+  all gradients finite: apply   +--------------+
+ *      |  backward   |------------------------------->| good_steps++ |
+ *      |  at scale S |<-------------------------------|              |
+ *      +-------------+                                +--------------+
+ *             |  an inf or NaN: skip the step, S = S / 2 but at least min_scale, good_steps = 0
+ *             +---> again, with the next batch; max_skips_at_min (20) in a row at min_scale: stuck
+ *
+ * Too large shows at once, as inf; too small never does. So the search goes up until it bumps
+ * against the ceiling, and pays one lost step in 2000 for that. BF16 has the exponents of FP32 and
+ * needs none of this; the check for infs and NaNs is made all the same, at any S, 1 included.
+ *
+ * ---- the order of a step -----------------------------------------------------------------------
+ *
+ *   1 reduce    g = sum over lanes and ranks of S dL/dw
+ *   2 check     is there an inf or NaN in g? how long is g / (S n)? n = records of the step
+ *   3 unscale   g = g / (S n), with the S of this very backward pass, not of the next one
+ *   4 clip      g = g min(1, max_grad_norm / |g|)
+ *   5 decay     g = g + d w
+ *   6 momentum  m = momentum m + g
+ *   7 update    w = w - r m, then the 16-bit copy of w
+ *
+ * Unscale before 4, 5 and 6, as each of them sets g beside something that was never scaled: a bound
+ * chosen by the user, the weights, the momentum of steps that had another S. A gradient that is
+ * clipped while it is still 65536 times too long is clipped to nothing.
+ *
+ * Check after 1, since all ranks must come to the same verdict, or their weights part forever. An
+ * inf or NaN in one rank's gradient is in everybody's sum, as no finite number added to it brings
+ * it back: the sum itself carries the vote, without a message of its own. And some sums overflow
+ * only when they are made: a check before would miss those.
+ *
+ * A skipped step leaves as they were, bit for bit: weights and their 16-bit copy, momentum, Adam's
+ * moments, the running statistics of batch norm (the same forward pass made them, and it may have
+ * overflowed), the number of applied steps, and with that schedule, warm-up and Adam's t. What
+ * moves: the position in the data, the number of attempted steps, num_skipped, and S.
+ */
+
+#define MPTI_SCALE_LOWEST 1.17549435e-38f /* 2^-126: 1 / S is finite, and S no subnormal */
+#define MPTI_SCALE_HIGHEST 1.70141183e38f /* 2^127: the last power of two in FP32 */
+
+/* The one place where defaults of mpt_loss_scaler_desc are filled in. */
+static void mpti_loss_scaler_desc_defaults(mpt_loss_scaler_desc *d) {
+    if (d->mode == MPT_LOSS_SCALE_DEFAULT) d->mode = MPT_LOSS_SCALE_DYNAMIC;
+    if (mpti_f32_bits(d->growth_factor) == 0) d->growth_factor = 2;
+    if (mpti_f32_bits(d->backoff_factor) == 0) d->backoff_factor = 0.5f;
+    if (mpti_f32_bits(d->min_scale) == 0) d->min_scale = 1;
+    if (mpti_f32_bits(d->max_scale) == 0) d->max_scale = 16777216;
+    if (mpti_f32_bits(d->init_scale) == 0) {
+        d->init_scale = 65536;
+        if (d->init_scale > d->max_scale) d->init_scale = d->max_scale;
+        if (d->init_scale < d->min_scale) d->init_scale = d->min_scale;
+    }
+    if (d->growth_interval == 0) d->growth_interval = 2000;
+    if (d->max_skips_at_min == 0) d->max_skips_at_min = 20;
+}
+
+/* Works on a desc whose defaults are filled in. A fixed scale need not lie in min .. max. */
+static mpt_result mpti_loss_scaler_desc_check(const mpt_loss_scaler_desc *d, mpt_error *err) {
+    bool fixed = d->mode != MPT_LOSS_SCALE_DYNAMIC;
+    const char *wrong = (unsigned)d->mode > MPT_LOSS_SCALE_NONE ? "mode is unknown"
+                        : !mpti_is_within(d->init_scale, MPTI_SCALE_LOWEST, MPTI_SCALE_HIGHEST)
+                            ? "init_scale must be in 2^-126 .. 2^127"
+                        : !mpti_is_within(d->growth_factor, 1.0000001f, MPTI_FLT_MAX)
+                            ? "growth_factor must be above 1"
+                        : !mpti_is_within(d->backoff_factor, MPTI_TINY, MPTI_ALMOST_1)
+                            ? "backoff_factor must be above 0 and below 1"
+                        : !mpti_is_within(d->min_scale, MPTI_SCALE_LOWEST, MPTI_SCALE_HIGHEST)
+                            ? "min_scale must be in 2^-126 .. 2^127"
+                        : !mpti_is_within(d->max_scale, d->min_scale, MPTI_SCALE_HIGHEST)
+                            ? "max_scale must be in min_scale .. 2^127"
+                        : !fixed && !mpti_is_within(d->init_scale, d->min_scale, d->max_scale)
+                            ? "init_scale must be in min_scale .. max_scale"
+                        : d->growth_interval < 1  ? "growth_interval must be at least 1"
+                        : d->max_skips_at_min < 1 ? "max_skips_at_min must be at least 1"
+                                                  : NULL;
+
+    if (!wrong) return MPT_OK;
+    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_loss_scaler_desc.%s", wrong);
+}
+
+MPT_API mpt_result mpt_loss_scaler_check(mpt_ctx *ctx, const mpt_loss_scaler_desc *desc) {
+    mpt_loss_scaler_desc d;
+
+    if (!desc) return MPT_ERR_INVALID_ARGUMENT;
+    d = *desc;
+    mpti_loss_scaler_desc_defaults(&d);
+    return mpti_report(ctx, mpti_loss_scaler_desc_check(&d, ctx ? &ctx->error : NULL));
+}
+
+/* Apex: apex/amp/scaler.py, whose min_loss_scale is unset; 1 is ours. GradScaler (torch/amp) knows
+   no bounds but inf and 0. Keras: LossScaleOptimizer of TensorFlow 2, which stops at 1 too. */
+MPT_API mpt_loss_scaler_desc mpt_loss_scaler_desc_preset(mpt_loss_scaler_preset preset) {
+    mpt_loss_scaler_desc d;
+
+    memset(&d, 0, sizeof d);
+    if (preset != MPT_LOSS_SCALER_APEX) d.max_scale = MPTI_SCALE_HIGHEST;
+    if (preset == MPT_LOSS_SCALER_GRADSCALER) d.min_scale = MPTI_SCALE_LOWEST;
+    if (preset == MPT_LOSS_SCALER_KERAS) d.init_scale = 32768;
+    mpti_loss_scaler_desc_defaults(&d);
+    return d;
+}
+
+MPT_API void mpt_loss_scaler_init(mpt_loss_scaler *s, const mpt_loss_scaler_desc *desc) {
+    memset(s, 0, sizeof *s);
+    if (desc) s->desc = *desc;
+    mpti_loss_scaler_desc_defaults(&s->desc);
+    s->scale = s->desc.mode == MPT_LOSS_SCALE_NONE ? 1 : s->desc.init_scale;
+}
+
+MPT_API int mpt_loss_scaler_update(mpt_loss_scaler *s, int found_nonfinite) {
+    const mpt_loss_scaler_desc *d = &s->desc;
+    bool dynamic = d->mode == MPT_LOSS_SCALE_DYNAMIC;
+    double grown = (double)s->scale * (double)d->growth_factor; /* double: it may pass FP32's end */
+    float lowered = s->scale * d->backoff_factor;
+
+    if (found_nonfinite) {
+        bool lowest = !dynamic || s->scale <= d->min_scale;
+
+        s->num_skipped++;
+        s->good_steps = 0;
+        s->skips_at_min = !lowest ? 0 : s->skips_at_min + (s->skips_at_min < INT_MAX);
+        if (dynamic) s->scale = lowered < d->min_scale ? d->min_scale : lowered;
+        return 1;
+    }
+    s->skips_at_min = 0;
+    if (dynamic && ++s->good_steps >= d->growth_interval) {
+        if (grown <= (double)d->max_scale) s->scale = (float)grown;
+        s->good_steps = 0;
+    }
+    return 0;
+}
+
+MPT_API int mpt_loss_scaler_is_stuck(const mpt_loss_scaler *s) {
+    return s->skips_at_min >= s->desc.max_skips_at_min;
+}
+
+MPT_API mpt_result mpt_loss_scaler_restore(mpt_loss_scaler *s, const mpt_loss_scaler *saved) {
+    const mpt_loss_scaler_desc *d = &s->desc;
+
+    if (!mpti_is_within(saved->scale, MPTI_SCALE_LOWEST, MPTI_SCALE_HIGHEST) ||
+        saved->good_steps < 0 || saved->skips_at_min < 0 || saved->num_skipped < 0)
+        return MPT_ERR_CORRUPT_DATA;
+    s->good_steps = saved->good_steps;
+    s->skips_at_min = saved->skips_at_min;
+    s->num_skipped = saved->num_skipped;
+    if (d->mode != MPT_LOSS_SCALE_DYNAMIC || saved->desc.mode != MPT_LOSS_SCALE_DYNAMIC)
+        return MPT_OK;
+    s->scale = saved->scale;
+    if (s->scale < d->min_scale) s->scale = d->min_scale;
+    if (s->scale > d->max_scale) s->scale = d->max_scale;
+    return MPT_OK;
+}
+
+/* ---- overflow autopsy --------------------------------------------------------------------------
+   All by integers: |x| of FP32 numbers grows with its bits, 0x7f800000 is inf, above is NaN. */
+
+static float mpti_element(const mpt_tensor *t, size_t i) {
+    switch (t->dtype) {
+    case MPT_F16: return mpt_f16_to_f32(((const uint16_t *)t->data)[i]);
+    case MPT_BF16: return mpt_bf16_to_f32(((const uint16_t *)t->data)[i]);
+    default: return ((const float *)t->data)[i];
+    }
+}
+
+/* The largest finite number of a floating type; 0 for other types. */
+static float mpti_dtype_max(mpt_dtype dtype) {
+    switch (dtype) {
+    case MPT_F16: return 65504;
+    case MPT_BF16: return mpti_f32_from_bits(0x7f7f0000u);
+    case MPT_F32: return MPTI_FLT_MAX;
+    default: return 0;
+    }
+}
+
+static float mpti_power_of_2(int exponent) { /* brought into -126 .. 127 */
+    exponent = exponent < -126 ? -126 : exponent > 127 ? 127 : exponent;
+    return mpti_f32_from_bits((uint32_t)(exponent + 127) << 23);
+}
+
+static int mpti_exponent_of(double x) { /* floor(log2 x) of a normal number; 1024 for inf */
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (int)(bits >> 52 & 0x7ff) - 1023;
+}
+
+static bool mpti_tensor_elements(const mpt_tensor *t, size_t *count) {
+    int i;
+
+    *count = 1;
+    if (t->num_dims < 0 || t->num_dims > MPT_MAX_DIMS) return false;
+    for (i = 0; i < t->num_dims; i++)
+        if (t->dims[i] < 0 || (uint64_t)t->dims[i] > SIZE_MAX ||
+            !mpti_mul(*count, (size_t)t->dims[i], count))
+            return false;
+    return t->data || *count == 0;
+}
+
+static void mpti_autopsy_count(mpt_autopsy *a, int64_t index, uint32_t magnitude) {
+    int bucket = (int)(magnitude >> 23) - 127 - MPT_AUTOPSY_LOWEST_EXPONENT;
+
+    if (magnitude >= 0x7f800000u) {
+        if (magnitude == 0x7f800000u) a->num_inf++;
+        else a->num_nan++;
+        if (a->first_bad < 0) a->first_bad = index;
+    } else if (magnitude == 0) {
+        a->num_zero++;
+    } else {
+        if (magnitude > mpti_f32_bits(a->max_abs)) a->max_abs = mpti_f32_from_bits(magnitude);
+        if (bucket < 0) bucket = 0;
+        if (bucket >= MPT_AUTOPSY_BUCKETS) bucket = MPT_AUTOPSY_BUCKETS - 1;
+        a->histogram[bucket]++;
+    }
+}
+
+/* True values are max_abs / scale at most, and S times that has to stay within limit. */
+static void mpti_autopsy_scale(mpt_autopsy *a, float scale, float limit) {
+    double room = (double)limit * (double)scale;
+    int fits = 127, below;
+
+    if (a->num_nan > 0 && a->num_inf == 0) return;
+    if (mpti_f32_bits(a->max_abs) != 0) fits = mpti_exponent_of(room / (double)a->max_abs);
+    if (a->num_inf > 0) { /* they are too large at `scale`: a power of two below that, at best */
+        below = mpti_exponent_of((double)scale);
+        if (mpti_f32_bits(scale) << 9 == 0) below--;
+        if (fits > below) fits = below;
+        a->largest_is_bound = 1;
+    }
+    a->largest_scale = mpti_power_of_2(fits);
+}
+
+MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt_dtype storage,
+                                      mpt_autopsy *out) {
+    size_t count, i;
+
+    if (!tensor || !out || !mpti_tensor_elements(tensor, &count) || mpti_dtype_max(storage) <= 0 ||
+        mpti_dtype_max(tensor->dtype) <= 0 ||
+        !mpti_is_within(scale, MPTI_SCALE_LOWEST, MPTI_FLT_MAX))
+        return MPT_ERR_INVALID_ARGUMENT;
+    memset(out, 0, sizeof *out);
+    out->count = (int64_t)count;
+    out->first_bad = -1;
+    for (i = 0; i < count; i++)
+        mpti_autopsy_count(out, (int64_t)i, mpti_f32_bits(mpti_element(tensor, i)) & 0x7fffffffu);
+    mpti_autopsy_scale(out, scale, mpti_dtype_max(storage));
+    return MPT_OK;
+}
+
+/* =================================================================================================
+ * >>train   12.1 Trainer: the plan, microbatches, the step, evaluation
+ * =================================================================================================
+ * Problem: a step sums over lanes and slices, may have to be thrown away, and has to give the same
+ *          bits however it was cut into microbatches of ranks and threads.
+ * Idea:    each microbatch leaves gradients, statistics and counts in one flat row; rows meet in
+ *          a fixed binary tree; then nine lines decide and update.
+ * Shapes:  a row: (num_params) gradients | (num_stats) n * mean, n * variance of each batch norm
+ * Tested:  tests/test_train.c
+ * Next:    the collectives, which let rows of other ranks into the tree.
+ */
+enum { MPTI_MAX_LEVELS = 32 }; /* of the tree: 2^32 microbatches a step */
+
+typedef struct mpti_totals { /* of the microbatches of a step */
+    double loss;
+    int64_t num_samples, num_correct, num_correct_top5;
+} mpti_totals;
+
+struct mpt_trainer {
+    mpt_ctx *ctx;
+    mpt_model *model;
+    mpt_trainer_desc desc; /* with defaults */
+    int batch_size;        /* records of a lane */
+    mpt_memory_plan plan;
+    mpti_net net;
+    mpti_parameter *parameters; /* [num_parameters]: weights and biases of each layer */
+    int64_t num_parameters;
+    mpti_optimizer optimizer;
+    mpt_loss_scaler scaler;
+    float *masters;                   /* (num_params) */
+    uint16_t *half;                   /* (num_params) or NULL */
+    float *first, *second;            /* (num_params) or NULL */
+    float *running, *batch;           /* (num_stats) */
+    float *rows[MPTI_MAX_LEVELS + 1]; /* [num_rows], each (num_params + num_stats) */
+    int num_rows;
+    /* of the step under way: rows[0 .. depth-1] hold sums of weight[] microbatches each, and
+       rows[depth] is written next */
+    int depth;
+    int64_t weight[MPTI_MAX_LEVELS + 1];
+    int64_t microbatches;
+    mpti_totals totals;
+    int64_t step; /* attempted */
+    double seconds;
+};
+
+static double mpti_cos_turn(double turn) { /* cos(2 pi turn), turn in 0 .. 1 */
+    return 2 * mpti_half_cosine(turn <= 0.5 ? 2 * turn : 2 - 2 * turn) - 1;
+}
+
+static bool mpti_half_is_fast(void) { /* F16C comes with the AVX2 family */
+    return mpti_has_avx2();
+}
+
+/* ---- descs ----------------------------------------------------------------------------------- */
+MPT_API mpt_trainer_desc mpt_trainer_desc_defaults(const mpt_trainer_desc *desc) {
+    mpt_trainer_desc d;
+
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (d.precision == MPT_PRECISION_DEFAULT)
+        d.precision = mpti_half_is_fast() ? MPT_PRECISION_FP16 : MPT_PRECISION_FP32;
+    mpti_optimizer_desc_defaults(&d.optimizer);
+    mpti_schedule_desc_defaults(&d.schedule);
+    if (d.loss_scaler.mode == MPT_LOSS_SCALE_DEFAULT)
+        d.loss_scaler.mode = d.precision == MPT_PRECISION_FP16 ? MPT_LOSS_SCALE_DYNAMIC
+                                                               : MPT_LOSS_SCALE_NONE;
+    mpti_loss_scaler_desc_defaults(&d.loss_scaler);
+    if (d.accumulate_steps == 0) d.accumulate_steps = 1;
+    if (d.slices == 0) d.slices = 1;
+    return d;
+}
+
+static mpt_result mpti_trainer_desc_check(const mpt_trainer_desc *d, int batch_size, mpt_ctx *ctx) {
+    mpt_error *err = &ctx->error;
+    mpt_result rc = mpti_optimizer_desc_check(&d->optimizer, err);
+
+    if (rc == MPT_OK) rc = mpti_schedule_desc_check(&d->schedule, d->total_steps, err);
+    if (rc == MPT_OK) rc = mpti_loss_scaler_desc_check(&d->loss_scaler, err);
+    if (rc) return rc;
+    if ((int)d->precision < 0 || d->precision > MPT_PRECISION_BF16)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_trainer_desc.precision is unknown");
+    if (!(d->label_smoothing >= 0 && d->label_smoothing < 1))
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_trainer_desc.label_smoothing must be in 0 .. 1");
+    if (d->accumulate_steps < 1 || d->accumulate_steps > 65536)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_trainer_desc.accumulate_steps must be in 1 .. 65536");
+    if (batch_size < 1 || batch_size > 1 << 20)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "batch_size must be in 1 .. 2^20");
+    if (d->slices < 1 || batch_size % d->slices != 0)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_trainer_desc.slices must divide the batch size %d", batch_size);
+    return MPT_OK;
+}
+
+static mpt_dtype mpti_precision_dtype(mpt_precision p) {
+    return p == MPT_PRECISION_FP16 ? MPT_F16 : p == MPT_PRECISION_BF16 ? MPT_BF16 : MPT_F32;
+}
+
+/* ---- the plan -------------------------------------------------------------------------------- */
+static int mpti_trainer_num_rows(const mpt_trainer_desc *d) { /* floor(log2 A) + 1 */
+    int64_t microbatches = (int64_t)d->accumulate_steps * d->slices;
+    int rows = 1;
+
+    while (microbatches > 1) {
+        microbatches /= 2;
+        rows++;
+    }
+    return rows;
+}
+
+/* Sets t->net's layout and t->plan. Allocates the layout's list and, for a moment, flags. */
+static mpt_result mpti_trainer_make_plan(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    size_t params = (size_t)m->num_params, stats = (size_t)m->num_stats,
+           nodes = (size_t)m->num_nodes;
+    mpt_memory_plan *p = &t->plan;
+    bool *alive;
+
+    t->net.model = m;
+    t->net.backend = t->ctx->backend;
+    t->net.self = t->ctx->backend_self;
+    t->net.dtype = mpti_precision_dtype(t->desc.precision);
+    t->net.capacity = t->batch_size / t->desc.slices;
+    t->num_rows = mpti_trainer_num_rows(&t->desc);
+    t->net.layout.places = (mpti_place *)mpti_calloc(a, nodes, sizeof(mpti_place));
+    alive = (bool *)mpti_calloc(a, nodes, sizeof(bool));
+    if (t->net.layout.places && alive) mpti_net_lay_out(&t->net, alive);
+    mpti_free(a, alive, nodes * sizeof(bool));
+    if (!t->net.layout.places || !alive)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for the memory plan");
+    memset(p, 0, sizeof *p);
+    p->weights = mpti_align(params * mpt_dtype_size(t->net.dtype));
+    if (t->net.dtype != MPT_F32) p->master_weights = mpti_align(params * sizeof(float));
+    p->gradients = (size_t)t->num_rows * mpti_align((params + stats) * sizeof(float));
+    p->optimizer_state = (size_t)mpti_optimizer_state_count(t->desc.optimizer.kind) *
+                         mpti_align(params * sizeof(float));
+    p->activations = t->net.layout.activation_bytes;
+    p->workspace = t->net.layout.workspace_bytes;
+    p->statistics = 2 * mpti_align(stats * sizeof(float));
+    p->total = p->weights + p->master_weights + p->gradients + p->optimizer_state + p->activations +
+               p->workspace + p->statistics;
+    return MPT_OK;
+}
+
+MPT_API mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_desc *desc, int batch_size,
+                                  mpt_memory_plan *plan) {
+    mpt_trainer t;
+    mpt_result rc;
+
+    if (!m || !plan) return MPT_ERR_INVALID_ARGUMENT;
+    memset(&t, 0, sizeof t);
+    t.ctx = m->ctx;
+    t.model = m;
+    t.desc = mpt_trainer_desc_defaults(desc);
+    t.batch_size = batch_size;
+    rc = m->logits >= 0 ? mpti_trainer_desc_check(&t.desc, batch_size, m->ctx)
+                        : MPTI_FAIL(&m->ctx->error, MPT_ERR_INVALID_STATE,
+                                    "mpt_model_plan: call mpt_model_finish first");
+    if (rc == MPT_OK) rc = mpti_trainer_make_plan(&t);
+    mpti_free(&m->ctx->desc.allocator, t.net.layout.places,
+              (size_t)m->num_nodes * sizeof(mpti_place));
+    if (rc == MPT_OK) *plan = t.plan;
+    return mpti_report(m->ctx, rc);
+}
+
+/* ---- initial weights ------------------------------------------------------------------------- */
+
+/* Two normal numbers from two words (Box and Muller 1958), with our own log, cosine and sine: the
+   same bits on every machine. */
+static void mpti_normal_pair(const uint32_t random[2], float out[2]) {
+    double u = ((double)random[0] + 1) / 4294967296.0, turn = (double)random[1] / 4294967296.0;
+    double radius = sqrt(-2 * mpti_ln(u));
+
+    out[0] = (float)(radius * mpti_cos_turn(turn));
+    out[1] = (float)(radius *
+                     mpti_cos_turn(turn < 0.25 ? turn + 0.75 : turn - 0.25)); /* the sine */
+}
+
+static void mpti_init_normal(float *w, int64_t n, float deviation, uint64_t seed, uint32_t layer) {
+    uint32_t random[4];
+    float pair[4];
+    int64_t i;
+
+    for (i = 0; i < n; i++) {
+        if (i % 4 == 0) {
+            mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
+            mpti_normal_pair(random, pair);
+            mpti_normal_pair(random + 2, pair + 2);
+        }
+        w[i] = deviation * pair[i % 4];
+    }
+}
+
+static void mpti_init_uniform(float *w, int64_t n, float bound, uint64_t seed, uint32_t layer) {
+    uint32_t random[4];
+    int64_t i;
+
+    for (i = 0; i < n; i++) {
+        if (i % 4 == 0) mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
+        w[i] = bound * (float)(2 * mpti_uniform(random[i % 4]) - 1);
+    }
+}
+
+static void mpti_trainer_init_weights(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    int v, c;
+
+    for (v = 1; v < m->num_nodes; v++) {
+        const mpti_node *node = &m->nodes[v];
+        float *w = t->masters + (node->param_offset < 0 ? 0 : node->param_offset);
+        if (node->kind == MPTI_KIND_CONV2D) { /* biases stay 0 */
+            double fan_out = (double)node->c * node->kernel * node->kernel;
+            mpti_init_normal(w, mpti_node_weights(node), (float)sqrt(2.0 / fan_out), t->desc.seed,
+                             (uint32_t)v);
+        } else if (node->kind == MPTI_KIND_DENSE) {
+            double fan_in = (double)mpti_node_elements(&m->nodes[node->in[0]]);
+            mpti_init_uniform(w, node->num_params, (float)(1 / sqrt(fan_in)), t->desc.seed,
+                              (uint32_t)v);
+        } else if (node->kind == MPTI_KIND_BATCHNORM) {
+            for (c = 0; c < node->c; c++) {
+                w[c] = node->zero_init_gamma ? 0 : 1;
+                t->running[node->stat_offset + node->c + c] = 1;
+            }
+        }
+    }
+}
+
+/* After the masters were set from outside: the 16-bit copy follows. */
+static mpt_result mpti_trainer_refresh_half(mpt_trainer *t) {
+    mpt_cast_args a;
+
+    if (!t->half) return MPT_OK;
+    a.src = t->masters;
+    a.dst = t->half;
+    a.count = t->model->num_params;
+    a.src_dtype = MPT_F32;
+    a.dst_dtype = t->net.dtype;
+    return t->net.backend->cast(t->net.self, &a);
+}
+
+/* ---- making a trainer ------------------------------------------------------------------------ */
+static int64_t mpti_count_parameters(const mpt_model *m, const mpt_optimizer_desc *desc,
+                                     mpti_parameter *out) {
+    int64_t n = 0;
+    int v;
+
+    for (v = 1; v < m->num_nodes; v++) {
+        const mpti_node *node = &m->nodes[v];
+        bool norm = node->kind == MPTI_KIND_BATCHNORM;
+        int64_t weights = norm ? node->c : mpti_node_weights(node),
+                rest = node->num_params - weights;
+        if (node->num_params == 0) continue;
+        if (out)
+            out[n] = mpti_parameter_make(desc, (size_t)node->param_offset, (size_t)weights, norm);
+        n++;
+        if (rest == 0) continue;
+        if (out)
+            out[n] = mpti_parameter_make(desc, (size_t)(node->param_offset + weights), (size_t)rest,
+                                         true);
+        n++;
+    }
+    return n;
+}
+
+static void *mpti_trainer_alloc(mpt_trainer *t, size_t bytes, bool *ok) {
+    void *p = bytes ? mpti_alloc_aligned(&t->ctx->desc.allocator, bytes, MPTI_ALIGNMENT) : NULL;
+
+    if (p) memset(p, 0, bytes);
+    if (bytes && !p) *ok = false;
+    return p;
+}
+
+static mpt_result mpti_trainer_allocate(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    size_t floats = mpti_align((size_t)m->num_params * sizeof(float)),
+           stats = t->plan.statistics / 2;
+    size_t row = t->plan.gradients / (size_t)t->num_rows;
+    int states = mpti_optimizer_state_count(t->desc.optimizer.kind), i;
+    bool ok = true;
+
+    t->masters = (float *)mpti_trainer_alloc(t, floats, &ok);
+    if (t->net.dtype != MPT_F32) t->half = (uint16_t *)mpti_trainer_alloc(t, t->plan.weights, &ok);
+    if (states > 0) t->first = (float *)mpti_trainer_alloc(t, floats, &ok);
+    if (states > 1) t->second = (float *)mpti_trainer_alloc(t, floats, &ok);
+    t->running = (float *)mpti_trainer_alloc(t, stats, &ok);
+    t->batch = (float *)mpti_trainer_alloc(t, stats, &ok);
+    for (i = 0; i < t->num_rows; i++) t->rows[i] = (float *)mpti_trainer_alloc(t, row, &ok);
+    t->net.activations = (uint8_t *)mpti_trainer_alloc(t, t->plan.activations, &ok);
+    t->net.workspace = (uint8_t *)mpti_trainer_alloc(t, t->plan.workspace, &ok);
+    t->net.written = (bool *)mpti_calloc(a, (size_t)m->num_nodes, sizeof(bool));
+    t->num_parameters = mpti_count_parameters(m, &t->desc.optimizer, NULL);
+    t->parameters = (mpti_parameter *)mpti_calloc(a, (size_t)t->num_parameters,
+                                                  sizeof *t->parameters);
+    if (!ok || !t->net.written || !t->parameters)
+        return MPTI_FAIL(
+            &t->ctx->error, MPT_ERR_OUT_OF_MEMORY,
+            "no memory for training: the plan is %.1f MB: lower the batch size, or raise slices",
+            (double)t->plan.total / 1e6);
+    mpti_count_parameters(m, &t->desc.optimizer, t->parameters);
+    return mpti_optimizer_open(&t->optimizer, t->ctx, &t->desc.optimizer, t->parameters,
+                               t->num_parameters);
+}
+
+MPT_API void mpt_trainer_destroy(mpt_trainer *t) {
+    const mpt_allocator *a;
+    size_t floats, stats;
+    int i;
+
+    if (!t) return;
+    a = &t->ctx->desc.allocator;
+    floats = mpti_align((size_t)t->model->num_params * sizeof(float));
+    stats = t->plan.statistics / 2;
+    mpti_optimizer_close(&t->optimizer);
+    mpti_free(a, t->parameters, sizeof *t->parameters * (size_t)t->num_parameters);
+    mpti_free(a, t->net.written, (size_t)t->model->num_nodes * sizeof(bool));
+    mpti_free(a, t->net.workspace, t->plan.workspace);
+    mpti_free(a, t->net.activations, t->plan.activations);
+    for (i = 0; i < t->num_rows; i++)
+        mpti_free(a, t->rows[i], t->plan.gradients / (size_t)t->num_rows);
+    mpti_free(a, t->batch, stats);
+    mpti_free(a, t->running, stats);
+    mpti_free(a, t->second, floats);
+    mpti_free(a, t->first, floats);
+    mpti_free(a, t->half, t->plan.weights);
+    mpti_free(a, t->masters, floats);
+    mpti_free(a, t->net.layout.places, (size_t)t->model->num_nodes * sizeof(mpti_place));
+    mpti_free(a, t, sizeof *t);
+}
+
+MPT_API mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc, int batch_size,
+                                      mpt_trainer **out) {
+    mpt_trainer *t;
+    mpt_ctx *ctx;
+    mpt_result rc;
+
+    if (!m || !out) return MPT_ERR_INVALID_ARGUMENT;
+    *out = NULL;
+    ctx = m->ctx;
+    if (m->logits < 0)
+        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_STATE,
+                                          "mpt_trainer_create: call mpt_model_finish first"));
+    t = (mpt_trainer *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *t);
+    if (!t)
+        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY,
+                                          "no memory for a trainer"));
+    t->ctx = ctx;
+    t->model = m;
+    t->desc = mpt_trainer_desc_defaults(desc);
+    t->batch_size = batch_size;
+    rc = mpti_trainer_desc_check(&t->desc, batch_size, ctx);
+    if (rc == MPT_OK) rc = mpti_trainer_make_plan(t);
+    if (rc == MPT_OK) rc = mpti_trainer_allocate(t);
+    if (rc == MPT_OK) {
+        mpti_trainer_init_weights(t);
+        rc = mpti_trainer_refresh_half(t);
+    }
+    if (rc) {
+        mpt_trainer_destroy(t);
+        return mpti_report(ctx, rc);
+    }
+    mpt_loss_scaler_init(&t->scaler, &t->desc.loss_scaler);
+    t->net.masters = t->masters;
+    t->net.weights = t->half ? (const void *)t->half : (const void *)t->masters;
+    t->net.running = t->running;
+    t->net.batch = t->batch;
+    t->net.seed = t->desc.seed;
+    t->net.label_smoothing = t->desc.label_smoothing;
+    t->seconds = mpti_seconds();
+    *out = t;
+    return MPT_OK;
+}
+
+/* ---- microbatches and their tree ----------------------------------------------------------------
+
+     microbatch   0     1     2     3     4
+                   \   /       \   /      |      rows[]: a sum of 4, a sum of 1, one to write
+                    0+1         2+3       4
+                       \       /
+                         0..3
+
+   The shape depends on the count alone, so 4 ranks with 1 microbatch and 1 rank with 4 add in the
+   same order. */
+typedef struct mpti_sum_job {
+    float *into;
+    const float *from;
+    int64_t count;
+} mpti_sum_job;
+
+enum { MPTI_SUM_CHUNK = 1 << 16 };
+
+static mpt_result mpti_sum_chunk(int64_t chunk, void *user) {
+    const mpti_sum_job *job = (const mpti_sum_job *)user;
+    int64_t i = chunk * MPTI_SUM_CHUNK,
+            end = i + MPTI_SUM_CHUNK < job->count ? i + MPTI_SUM_CHUNK : job->count;
+    float *into = job->into;
+    const float *from = job->from;
+
+    for (; i < end; i++) into[i] += from[i];
+    return MPT_OK;
+}
+
+/* rows[depth-2] += rows[depth-1] */
+static mpt_result mpti_trainer_merge(mpt_trainer *t) {
+    mpti_sum_job job;
+
+    job.into = t->rows[t->depth - 2];
+    job.from = t->rows[t->depth - 1];
+    job.count = t->model->num_params + t->model->num_stats;
+    t->weight[t->depth - 2] += t->weight[t->depth - 1];
+    t->depth--;
+    return mpt_parallel_for(t->ctx, (job.count + MPTI_SUM_CHUNK - 1) / MPTI_SUM_CHUNK,
+                            mpti_sum_chunk, &job);
+}
+
+/* Statistics are weighted by their records, so that sums of rows are means over all of them. */
+static void mpti_weigh_statistics(float *statistics, int64_t n, int num_valid) {
+    int64_t i;
+
+    for (i = 0; i < n; i++) statistics[i] = num_valid ? statistics[i] * (float)num_valid : 0;
+}
+
+static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mpt_dtype dtype) {
+    mpti_net *net = &t->net;
+    int64_t params = t->model->num_params;
+    mpt_result rc;
+
+    net->gradients = t->rows[t->depth];
+    net->training = true;
+    net->step = t->step;
+    net->grad_scale = t->scaler.scale / (float)((int64_t)t->batch_size * t->desc.accumulate_steps);
+    memset(&net->stats, 0, sizeof net->stats);
+    rc = mpti_net_forward(net, images, dtype);
+    if (rc == MPT_OK) rc = mpti_net_loss(net);
+    if (rc == MPT_OK) rc = mpti_net_backward(net);
+    if (rc)
+        return MPTI_FAIL(&t->ctx->error, rc, "an operator of the %s backend failed: %s",
+                         net->backend->name, mpt_result_string(rc));
+    mpti_weigh_statistics(net->gradients + params, t->model->num_stats, net->num_valid);
+    t->totals.loss += net->stats.loss;
+    t->totals.num_samples += net->num_valid;
+    t->totals.num_correct += net->stats.num_correct;
+    t->totals.num_correct_top5 += net->stats.num_correct_top5;
+    t->weight[t->depth++] = 1;
+    t->microbatches++;
+    while (rc == MPT_OK && t->depth > 1 && t->weight[t->depth - 1] == t->weight[t->depth - 2])
+        rc = mpti_trainer_merge(t);
+    return rc;
+}
+
+/* Does the batch fit the model and the trainer? */
+static mpt_result mpti_trainer_check_batch(const mpt_trainer *t, const mpt_batch *b,
+                                           int64_t *capacity) {
+    const mpti_node *input = &t->model->nodes[MPT_INPUT];
+    const mpt_tensor *x = &b->images;
+    mpt_error *err = &t->ctx->error;
+    int64_t lanes = b->num_lanes > 0 ? b->num_lanes : 1;
+
+    if (!x->data || !b->labels.data || x->num_dims != 4 || x->dims[0] < 1 ||
+        x->dims[0] % lanes != 0 || b->labels.dims[0] != x->dims[0] || b->labels.dtype != MPT_I32 ||
+        (x->dtype != MPT_U8 && x->dtype != MPT_F32 && x->dtype != MPT_F16))
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_batch: images must be (N,H,W,C) of U8, F32 or F16, labels (N) of "
+                         "I32, N a multiple of num_lanes");
+    if (x->dims[1] != input->h || x->dims[2] != input->w || x->dims[3] != input->c)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "the batch has pictures of (%lld,%lld,%lld), the model takes (%d,%d,%d)",
+                         (long long)x->dims[1], (long long)x->dims[2], (long long)x->dims[3],
+                         input->h, input->w, input->c);
+    *capacity = x->dims[0] / lanes;
+    return MPT_OK;
+}
+
+/* A label that the loss can't take. Found before anything is computed, on every backend. */
+static mpt_result mpti_trainer_check_labels(const mpt_trainer *t, const int32_t *labels,
+                                            int64_t n) {
+    int classes = t->model->nodes[t->model->logits].c;
+    int64_t i;
+
+    for (i = 0; i < n; i++)
+        if (labels[i] < 0 || labels[i] >= classes)
+            return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                             "label %d of record %lld in its lane is outside 0 .. %d",
+                             (int)labels[i], (long long)i, classes - 1);
+    return MPT_OK;
+}
+
+/* Points the net at records first .. first+n-1 of a lane; n of them count. */
+static const void *mpti_trainer_point(mpt_trainer *t, const mpt_batch *b, int64_t slot, int64_t n) {
+    size_t picture = (size_t)mpti_node_elements(&t->model->nodes[MPT_INPUT]) *
+                     mpt_dtype_size(b->images.dtype);
+
+    t->net.num_valid = (int)n;
+    t->net.labels = (const int32_t *)b->labels.data + slot;
+    t->net.sample_ids = b->sample_ids ? b->sample_ids + slot : NULL;
+    return (const uint8_t *)b->images.data + picture * (size_t)slot;
+}
+
+static int64_t mpti_lane_valid(const mpt_batch *b, int64_t lane, int64_t capacity) {
+    return b->lane_valid ? b->lane_valid[lane] : capacity;
+}
+
+MPT_API mpt_result mpt_trainer_accumulate(mpt_trainer *t, const mpt_batch *batch) {
+    int64_t lanes, lane, slice, capacity, piece;
+    mpt_result rc;
+
+    if (!t || !batch) return MPT_ERR_INVALID_ARGUMENT;
+    lanes = batch->num_lanes > 0 ? batch->num_lanes : 1;
+    piece = t->net.capacity;
+    rc = mpti_trainer_check_batch(t, batch, &capacity);
+    if (rc == MPT_OK && capacity != t->batch_size)
+        rc = MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                       "the batch has %lld records a lane, the trainer was made for %d",
+                       (long long)capacity, t->batch_size);
+    if (rc == MPT_OK && t->microbatches + lanes * t->desc.slices >
+                            (int64_t)t->desc.accumulate_steps * t->desc.slices)
+        rc = MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
+                       "more than accumulate_steps = %d lanes before mpt_trainer_apply",
+                       t->desc.accumulate_steps);
+    for (lane = 0; lane < lanes && rc == MPT_OK; lane++)
+        rc = mpti_trainer_check_labels(t, (const int32_t *)batch->labels.data + lane * capacity,
+                                       mpti_lane_valid(batch, lane, capacity));
+    for (lane = 0; lane < lanes && rc == MPT_OK; lane++)
+        for (slice = 0; slice < t->desc.slices && rc == MPT_OK; slice++) {
+            int64_t left = mpti_lane_valid(batch, lane, capacity) - slice * piece;
+            int64_t n = left < 0 ? 0 : left < piece ? left : piece;
+            rc = mpti_trainer_microbatch(t,
+                                         mpti_trainer_point(t, batch,
+                                                            lane * capacity + slice * piece, n),
+                                         batch->images.dtype);
+        }
+    return mpti_report(t->ctx, rc);
+}
+
+static mpti_params mpti_trainer_params(mpt_trainer *t, const float *row) {
+    mpti_params p;
+
+    p.weights = t->masters;
+    p.gradients = row;
+    p.first = t->first;
+    p.second = t->second;
+    p.half = t->half;
+    p.half_dtype = t->net.dtype;
+    return p;
+}
+
+/* ---- the step -------------------------------------------------------------------------------- */
+
+/* The momentum update of running statistics, from the row with sums of n * mean and n * var. */
+static void mpti_trainer_update_statistics(mpt_trainer *t, const float *row) {
+    const mpt_model *m = t->model;
+    float total = (float)t->totals.num_samples;
+    int v, i;
+
+    for (v = 1; v < m->num_nodes; v++) {
+        const mpti_node *node = &m->nodes[v];
+        float *running = t->running + node->stat_offset;
+        const float *sum = row + m->num_params + node->stat_offset;
+        if (node->kind != MPTI_KIND_BATCHNORM) continue;
+        for (i = 0; i < 2 * node->c; i++)
+            running[i] += node->momentum * (sum[i] / total - running[i]);
+    }
+}
+
+/* Which tensor held the first inf or NaN: for the message that ends a run. */
+static void mpti_trainer_name_bad_tensor(const mpt_trainer *t, const float *row, char *out,
+                                         size_t capacity) {
+    const mpt_model *m = t->model;
+    int64_t i;
+    int v;
+
+    for (i = 0; i < m->num_params; i++)
+        if ((mpti_f32_bits(row[i]) & 0x7f800000u) == 0x7f800000u) break;
+    for (v = 1; v < m->num_nodes; v++) {
+        const mpti_node *node = &m->nodes[v];
+        if (node->num_params == 0 || i < node->param_offset ||
+            i >= node->param_offset + node->num_params)
+            continue;
+        snprintf(out, capacity, "gradient of %s, element %lld", node->name,
+                 (long long)(i - node->param_offset));
+        return;
+    }
+    snprintf(out, capacity, "none in the gradients");
+}
+
+static mpt_result mpti_trainer_reduce(mpt_trainer *t) {
+    mpt_result rc = MPT_OK;
+
+    while (rc == MPT_OK && t->depth > 1) rc = mpti_trainer_merge(t);
+    return rc;
+}
+
+static void mpti_trainer_begin_step(mpt_trainer *t) {
+    t->depth = 0;
+    t->microbatches = 0;
+    memset(&t->totals, 0, sizeof t->totals);
+}
+
+static void mpti_trainer_fill_report(mpt_trainer *t, float scale, float norm, float rate,
+                                     int skipped, mpt_step_report *out) {
+    double now = mpti_seconds();
+
+    memset(out, 0, sizeof *out);
+    out->loss = t->totals.loss / (double)t->totals.num_samples;
+    out->seconds = now - t->seconds;
+    out->step = t->step;
+    out->applied_steps = t->optimizer.applied_steps;
+    out->num_samples = t->totals.num_samples;
+    out->num_correct = t->totals.num_correct;
+    out->num_correct_top5 = t->totals.num_correct_top5;
+    out->loss_scale = scale;
+    out->learning_rate = rate;
+    out->grad_norm = norm;
+    out->skipped = skipped;
+    t->seconds = now;
+}
+
+static mpt_result mpti_trainer_stuck(mpt_trainer *t, const float *row) {
+    char name[160];
+
+    mpti_trainer_name_bad_tensor(t, row, name, sizeof name);
+    return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
+                     "%d steps in a row were skipped at the smallest loss scale %g; first bad "
+                     "tensor: %s. Lower the learning "
+                     "rate, or loss_scaler.min_scale",
+                     t->scaler.skips_at_min, (double)t->scaler.scale, name);
+}
+
+MPT_API mpt_result mpt_trainer_apply(mpt_trainer *t, mpt_step_report *out) {
+    mpti_params params;
+    float scale, unscale, norm = 0, clip, rate = 0;
+    bool nonfinite = false;
+    mpt_result rc;
+    int skip;
+
+    if (!t || !out) return MPT_ERR_INVALID_ARGUMENT;
+    if (t->totals.num_samples == 0)
+        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
+                                             "mpt_trainer_apply: no record was accumulated"));
+    scale = t->scaler.scale; /* of the backward pass whose gradients these are */
+    unscale = (float)((double)t->batch_size * t->desc.accumulate_steps /
+                      ((double)scale * (double)t->totals.num_samples));
+    t->step++;
+    rc = mpti_trainer_reduce(t); /* >>comm */
+    params = mpti_trainer_params(t, t->rows[0]);
+    if (rc == MPT_OK)
+        rc = mpti_gradients_check(&t->optimizer, &params, unscale, &nonfinite, &norm); /* >>optim */
+    if (rc) return mpti_report(t->ctx, rc);
+    skip = mpt_loss_scaler_update(&t->scaler, nonfinite); /* >>scaler */
+    if (!skip) {
+        clip = mpti_clip_factor(norm, t->desc.optimizer.max_grad_norm); /* >>optim */
+        rate = mpt_schedule_rate(&t->desc.schedule, t->desc.optimizer.learning_rate,
+                                 t->optimizer.applied_steps, t->desc.total_steps); /* >>optim */
+        rc = mpti_optimizer_update(&t->optimizer, &params, unscale, clip, rate);   /* >>optim */
+        mpti_trainer_update_statistics(t, t->rows[0]);                             /* >>layers */
+    }
+    mpti_trainer_fill_report(t, scale, norm, rate, skip, out);
+    if (rc == MPT_OK && mpt_loss_scaler_is_stuck(&t->scaler))
+        rc = mpti_trainer_stuck(t, t->rows[0]);
+    mpti_trainer_begin_step(t);
+    return mpti_report(t->ctx, rc);
+}
+
+MPT_API mpt_result mpt_trainer_step(mpt_trainer *t, const mpt_batch *batch, mpt_step_report *out) {
+    mpt_result rc;
+
+    if (!t || !batch || !out) return MPT_ERR_INVALID_ARGUMENT;
+    mpti_trainer_begin_step(t);
+    rc = mpt_trainer_accumulate(t, batch);
+    return rc ? rc : mpt_trainer_apply(t, out);
+}
+
+MPT_API int64_t mpt_trainer_steps(const mpt_trainer *t) {
+    return t ? t->step : 0;
+}
+
+/* ---- evaluation ------------------------------------------------------------------------------ */
+
+/* Forward in inference mode over the valid records of one lane, piece by piece. */
+static mpt_result mpti_trainer_infer_lane(mpt_trainer *t, const mpt_batch *b, int64_t first,
+                                          int64_t n, float *probabilities, mpti_totals *totals) {
+    int classes = t->model->nodes[t->model->logits].c;
+    int64_t at, piece;
+    mpt_result rc = MPT_OK;
+
+    t->net.training = false;
+    for (at = 0; at < n && rc == MPT_OK; at += piece) {
+        const void *images;
+        piece = n - at < t->net.capacity ? n - at : t->net.capacity;
+        images = mpti_trainer_point(t, b, first + at, piece);
+        t->net.probabilities = probabilities ? probabilities + at * classes : NULL;
+        memset(&t->net.stats, 0, sizeof t->net.stats);
+        rc = mpti_net_forward(&t->net, images, b->images.dtype);
+        if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
+        totals->loss += t->net.stats.loss;
+        totals->num_samples += piece;
+        totals->num_correct += t->net.stats.num_correct;
+        totals->num_correct_top5 += t->net.stats.num_correct_top5;
+    }
+    t->net.probabilities = NULL;
+    if (rc)
+        return MPTI_FAIL(&t->ctx->error, rc, "an operator of the %s backend failed: %s",
+                         t->net.backend->name, mpt_result_string(rc));
+    return MPT_OK;
+}
+
+MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out) {
+    mpti_totals totals;
+    mpt_batch b;
+    mpt_result rc = MPT_OK;
+    int64_t lane, capacity;
+
+    if (!t || !data || !out) return MPT_ERR_INVALID_ARGUMENT;
+    memset(&totals, 0, sizeof totals);
+    while (rc == MPT_OK && (rc = mpt_loader_next(data, &b)) == MPT_OK) {
+        rc = mpti_trainer_check_batch(t, &b, &capacity);
+        for (lane = 0; lane < b.num_lanes && rc == MPT_OK; lane++)
+            rc = mpti_trainer_infer_lane(t, &b, lane * capacity,
+                                         mpti_lane_valid(&b, lane, capacity), NULL, &totals);
+        if (rc) return mpti_report(t->ctx, rc);
+    }
+    if (rc != MPT_END) return rc; /* the loader has reported it */
+    out->num_samples = totals.num_samples;
+    out->num_correct = totals.num_correct;
+    out->num_correct_top5 = totals.num_correct_top5;
+    out->loss = totals.num_samples ? totals.loss / (double)totals.num_samples : 0;
+    return MPT_OK;
+}
+
+MPT_API mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch, float *probabilities) {
+    mpti_totals totals;
+    int64_t capacity;
+    mpt_result rc;
+
+    if (!t || !batch || !probabilities) return MPT_ERR_INVALID_ARGUMENT;
+    memset(&totals, 0, sizeof totals);
+    rc = mpti_trainer_check_batch(t, batch, &capacity);
+    if (rc == MPT_OK)
+        rc = mpti_trainer_infer_lane(t, batch, 0, mpti_lane_valid(batch, 0, capacity),
+                                     probabilities, &totals);
+    return mpti_report(t->ctx, rc);
+}
+
+/* =================================================================================================
+ * >>safetensors   12.2 Files of tensors: SHA-256, JSON, safetensors
+ * =================================================================================================
+ * Problem: a run has to survive its process, weights have to be read by tools not written yet, and
+ *          a file that comes from elsewhere may be anything.
+ * Idea:    safetensors: a table of contents in JSON, then plain numbers. Nothing in it can be
+ *          executed, everything in it can be checked before a byte of data is believed.
+ * Shapes:  | N: u64 | N bytes of JSON, from { to spaces | tensor | tensor | ... end of file |
+ *          0        8                                   8 + N: offsets in the JSON count from here
+ *            {"__metadata__":{"format":"pt"},
+ *             "fc.bias":{"dtype":"F32","shape":[10],"data_offsets":[0,40]}, ...}
+ * Tested:  tests/test_safetensors.c
+ * Next:    >>train, whose checkpoints are such files.
+ */
+
+/* ---- SHA-256 (FIPS 180-4) -------------------------------------------------------------------- */
+typedef struct mpti_sha256 {
+    uint32_t h[8];
+    uint64_t size; /* bytes so far */
+    uint8_t block[64];
+} mpti_sha256;
+
+static void mpti_sha256_init(mpti_sha256 *s) { /* section 5.3.3 */
+    static const uint32_t start[8] = {0x6a09e667u, 0xbb67ae85u, 0x3c6ef372u, 0xa54ff53au,
+                                      0x510e527fu, 0x9b05688cu, 0x1f83d9abu, 0x5be0cd19u};
+    memset(s, 0, sizeof *s);
+    memcpy(s->h, start, sizeof start);
+}
+
+static uint32_t mpti_rotate_right(uint32_t x, int n) {
+    return x >> n | x << (32 - n);
+}
+
+static const uint32_t mpti_sha256_k[64] =
+    {/* section 4.2.2 */
+     0x428a2f98u, 0x71374491u, 0xb5c0fbcfu, 0xe9b5dba5u, 0x3956c25bu, 0x59f111f1u, 0x923f82a4u,
+     0xab1c5ed5u, 0xd807aa98u, 0x12835b01u, 0x243185beu, 0x550c7dc3u, 0x72be5d74u, 0x80deb1feu,
+     0x9bdc06a7u, 0xc19bf174u, 0xe49b69c1u, 0xefbe4786u, 0x0fc19dc6u, 0x240ca1ccu, 0x2de92c6fu,
+     0x4a7484aau, 0x5cb0a9dcu, 0x76f988dau, 0x983e5152u, 0xa831c66du, 0xb00327c8u, 0xbf597fc7u,
+     0xc6e00bf3u, 0xd5a79147u, 0x06ca6351u, 0x14292967u, 0x27b70a85u, 0x2e1b2138u, 0x4d2c6dfcu,
+     0x53380d13u, 0x650a7354u, 0x766a0abbu, 0x81c2c92eu, 0x92722c85u, 0xa2bfe8a1u, 0xa81a664bu,
+     0xc24b8b70u, 0xc76c51a3u, 0xd192e819u, 0xd6990624u, 0xf40e3585u, 0x106aa070u, 0x19a4c116u,
+     0x1e376c08u, 0x2748774cu, 0x34b0bcb5u, 0x391c0cb3u, 0x4ed8aa4au, 0x5b9cca4fu, 0x682e6ff3u,
+     0x748f82eeu, 0x78a5636fu, 0x84c87814u, 0x8cc70208u, 0x90befffau, 0xa4506cebu, 0xbef9a3f7u,
+     0xc67178f2u};
+
+static void mpti_sha256_block(uint32_t h[8], const uint8_t p[64]) { /* section 6.2.2 */
+    uint32_t w[64], x[8], t1, t2;
+    int t;
+
+    for (t = 0; t < 16; t++)
+        w[t] = (uint32_t)p[4 * t] << 24 | (uint32_t)p[4 * t + 1] << 16 |
+               (uint32_t)p[4 * t + 2] << 8 | (uint32_t)p[4 * t + 3];
+    for (; t < 64; t++) {
+        t1 = mpti_rotate_right(w[t - 2], 17) ^ mpti_rotate_right(w[t - 2], 19) ^ w[t - 2] >> 10;
+        t2 = mpti_rotate_right(w[t - 15], 7) ^ mpti_rotate_right(w[t - 15], 18) ^ w[t - 15] >> 3;
+        w[t] = t1 + w[t - 7] + t2 + w[t - 16];
+    }
+    memcpy(x, h, sizeof x);
+    for (t = 0; t < 64; t++) { /* a .. h are x[k] .. x[k + 7]: k moves, they stay where they are */
+        int k = 64 - t;
+        uint32_t a = x[k & 7], b = x[(k + 1) & 7], c = x[(k + 2) & 7];
+        uint32_t e = x[(k + 4) & 7], f = x[(k + 5) & 7], g = x[(k + 6) & 7];
+
+        t1 = (mpti_rotate_right(e, 6) ^ mpti_rotate_right(e, 11) ^ mpti_rotate_right(e, 25)) +
+             ((e & f) ^ (~e & g)) + x[(k + 7) & 7] + mpti_sha256_k[t] + w[t];
+        t2 = (mpti_rotate_right(a, 2) ^ mpti_rotate_right(a, 13) ^ mpti_rotate_right(a, 22)) +
+             ((a & b) ^ (a & c) ^ (b & c));
+        x[(k + 3) & 7] += t1;
+        x[(k + 7) & 7] = t1 + t2;
+    }
+    for (t = 0; t < 8; t++) h[t] += x[t];
+}
+
+static void mpti_sha256_add(mpti_sha256 *s, const void *data, size_t size) {
+    const uint8_t *p = (const uint8_t *)data;
+
+    while (size > 0) {
+        size_t used = (size_t)(s->size % 64), n = 64 - used < size ? 64 - used : size;
+
+        if (n == 64) {
+            mpti_sha256_block(s->h, p);
+        } else {
+            memcpy(s->block + used, p, n);
+            if (used + n == 64) mpti_sha256_block(s->h, s->block);
+        }
+        s->size += n;
+        p += n;
+        size -= n;
+    }
+}
+
+static void mpti_sha256_finish(mpti_sha256 *s, char hex[65]) {
+    static const uint8_t padding[64] = {0x80};
+    uint64_t bits = s->size * 8;
+    uint8_t length[8];
+    int i;
+
+    mpti_sha256_add(s, padding,
+                    (size_t)((119 - s->size % 64) % 64 + 1)); /* to 56 of the last block */
+    for (i = 0; i < 8; i++) length[i] = (uint8_t)(bits >> (56 - 8 * i));
+    mpti_sha256_add(s, length, sizeof length);
+    for (i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", (unsigned)s->h[i]);
+}
+
+/* ---- safetensors: types ------------------------------------------------------------------------
+   In the order of the format's own library, by which it sorts tensors in a file. */
+static const struct mpti_safetensors_type {
+    char name[10];
+    uint8_t size;
+    int8_t dtype; /* mpt_dtype; -1: none of ours */
+} mpti_safetensors_types[] = {{"BOOL", 1, -1},       {"U8", 1, MPT_U8},   {"I8", 1, -1},
+                              {"F8_E5M2", 1, -1},    {"F8_E4M3", 1, -1},  {"F8_E8M0", 1, -1},
+                              {"I16", 2, -1},        {"U16", 2, -1},      {"F16", 2, MPT_F16},
+                              {"BF16", 2, MPT_BF16}, {"I32", 4, MPT_I32}, {"U32", 4, -1},
+                              {"F32", 4, MPT_F32},   {"C64", 8, -1},      {"F64", 8, -1},
+                              {"I64", 8, MPT_I64},   {"U64", 8, -1}};
+enum {
+    MPTI_NUM_SAFETENSORS_TYPES = sizeof mpti_safetensors_types / sizeof mpti_safetensors_types[0]
+};
+
+/* Numbers go between file and memory as they are. */
+static mpt_result mpti_safetensors_host(mpt_error *err, const char *path) {
+    const uint16_t one = 1;
+    uint8_t first;
+
+    if (!path) return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "a safetensors path is required");
+    memcpy(&first, &one, 1);
+    return first == 1 ? MPT_OK
+                      : MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
+                                  "%s: safetensors needs a little-endian machine", path);
+}
+
+/* What stands in front of the checksum in a file of our writer, and what it is. The CRC covers the
+   file from its first to its last byte, with these eight digits as zeros. */
+#define MPTI_CHECKSUM_PREFIX "{\"__metadata__\":{\"mptrain.crc32c\":\""
+enum { MPTI_CHECKSUM_OFFSET = 8 + sizeof MPTI_CHECKSUM_PREFIX - 1, MPTI_CHECKSUM_DIGITS = 8 };
+
+/* ---- safetensors, reading -------------------------------------------------------------------- */
+typedef struct mpti_pair {
+    const char *key, *value;
+} mpti_pair;
+
+struct mpt_safetensors {
+    mpt_ctx *ctx;
+    char *path;
+    mpti_file file;
+    mpti_buffer header;   /* the JSON, in which strings have been decoded in place */
+    mpti_buffer metadata; /* of mpti_pair, sorted by key */
+    mpti_buffer tensors;  /* of mpt_safetensors_info, sorted by offset */
+    mpt_safetensors_info **by_name;
+    size_t num_tensors, num_pairs;
+    int64_t size;                            /* bytes that the header accounts for */
+    char checksum[MPTI_CHECKSUM_DIGITS + 1]; /* "": none */
+};
+
+__attribute__((format(printf, 3, 4))) static mpt_result
+mpti_safetensors_fail(mpt_safetensors *s, const char *tensor, const char *format, ...) {
+    char cause[256];
+    va_list args;
+
+    va_start(args, format);
+    vsnprintf(cause, sizeof cause, format, args);
+    va_end(args);
+    if (!tensor)
+        return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA, "%s: safetensors header: %s",
+                         mpti_path_tail(s->path), cause);
+    return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA, "%s: tensor '%.80s': %s",
+                     mpti_path_tail(s->path), tensor, cause);
+}
+
+static mpt_result mpti_safetensors_no_memory(mpt_safetensors *s) {
+    return MPTI_FAIL(&s->ctx->error, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for its header",
+                     mpti_path_tail(s->path));
+}
+
+static mpt_result mpti_safetensors_bad_json(mpt_safetensors *s, const mpti_json *j) {
+    return mpti_safetensors_fail(s, NULL, "not the JSON it should be at byte %llu",
+                                 (unsigned long long)(8 + (j->p - (const char *)s->header.data)));
+}
+
+/* Decoded over its own text, which it never outgrows, and so as long-lived as the header. U+0000
+   would end a C string before its end: refused. */
+static bool mpti_safetensors_string(mpti_json *j, const char **text) {
+    char *start = NULL;
+    const char *p;
+
+    if (mpti_json_peek(j) == '"') start = (char *)(uintptr_t)j->p;
+    for (p = start ? start + 1 : j->end; p < j->end && *p != '"'; p++) {
+        if (*p != '\\') continue;
+        if (j->end - p >= 6 && memcmp(p, "\\u0000", 6) == 0) j->bad = true;
+        p++;
+    }
+    *text = start;
+    return mpti_json_string(j, start, SIZE_MAX);
+}
+
+static bool mpti_safetensors_number(mpti_json *j,
+                                    uint64_t *out) { /* digits only, no sign, no 007 */
+    int64_t value = 0;
+    int c = mpti_json_peek(j);
+
+    if (c < '0' || c > '9') j->bad = true;
+    if (c == '0' && j->p + 1 < j->end && j->p[1] >= '0' && j->p[1] <= '9') j->bad = true;
+    if (!j->bad) mpti_json_int64(j, &value);
+    *out = (uint64_t)value;
+    return !j->bad;
+}
+
+static mpt_result mpti_safetensors_shape(mpt_safetensors *s, mpti_json *j,
+                                         mpt_safetensors_info *info) {
+    uint64_t dim;
+
+    mpti_json_array(j);
+    for (info->count = 1, info->num_dims = 0; mpti_json_item(j); info->num_dims++) {
+        if (!mpti_safetensors_number(j, &dim)) break;
+        if (info->num_dims == MPT_SAFETENSORS_MAX_DIMS)
+            return MPTI_FAIL(&s->ctx->error, MPT_ERR_UNSUPPORTED,
+                             "%s: tensor '%.80s' has more than %d dimensions",
+                             mpti_path_tail(s->path), info->name, MPT_SAFETENSORS_MAX_DIMS);
+        if (dim > 0 && info->count > (uint64_t)INT64_MAX / dim)
+            return mpti_safetensors_fail(s, info->name, "its shape has too many elements");
+        info->dims[info->num_dims] = (int64_t)dim;
+        info->count *= dim;
+    }
+    return j->bad ? mpti_safetensors_bad_json(s, j) : MPT_OK;
+}
+
+static const struct mpti_safetensors_type *mpti_safetensors_type_of(const char *name) {
+    int i;
+
+    for (i = 0; i < MPTI_NUM_SAFETENSORS_TYPES; i++)
+        if (!strcmp(mpti_safetensors_types[i].name, name)) return &mpti_safetensors_types[i];
+    return NULL;
+}
+
+/* info->name is set; begin and end count from the end of the header. */
+static mpt_result mpti_safetensors_place(mpt_safetensors *s, mpt_safetensors_info *info,
+                                         uint64_t begin, uint64_t end) {
+    const struct mpti_safetensors_type *type = mpti_safetensors_type_of(info->dtype_name);
+    uint64_t start = 8 + (uint64_t)s->header.size;
+
+    if (!type)
+        return mpti_safetensors_fail(s, info->name, "unknown dtype '%.20s'", info->dtype_name);
+    if (end < begin || (s->file.size >= 0 && end > (uint64_t)s->file.size - start))
+        return mpti_safetensors_fail(s, info->name,
+                                     "its data_offsets %llu..%llu are not in the file",
+                                     (unsigned long long)begin, (unsigned long long)end);
+    if (info->count > (uint64_t)INT64_MAX / type->size || info->count * type->size != end - begin)
+        return mpti_safetensors_fail(s, info->name, "%llu elements of %s do not fill %llu bytes",
+                                     (unsigned long long)info->count, type->name,
+                                     (unsigned long long)(end - begin));
+    info->bytes = end - begin;
+    info->offset = start + begin;
+    info->has_dtype = type->dtype >= 0;
+    if (info->has_dtype) info->dtype = (mpt_dtype)type->dtype;
+    return MPT_OK;
+}
+
+static mpt_result mpti_safetensors_tensor(mpt_safetensors *s, mpti_json *j, const char *name) {
+    mpt_safetensors_info info;
+    uint64_t offsets[2] = {0, 0};
+    char key[16];
+    int seen = 0, bit;
+    mpt_result rc = MPT_OK;
+
+    memset(&info, 0, sizeof info);
+    info.name = name;
+    mpti_json_object(j);
+    while (rc == MPT_OK && mpti_json_key(j, key, sizeof key)) {
+        bit = !strcmp(key, "dtype")          ? 1
+              : !strcmp(key, "shape")        ? 2
+              : !strcmp(key, "data_offsets") ? 4
+                                             : 0;
+        if (seen & bit) return mpti_safetensors_fail(s, name, "it has two fields %s", key);
+        seen |= bit;
+        if (bit == 1) {
+            mpti_safetensors_string(j, &info.dtype_name);
+        } else if (bit == 2) {
+            rc = mpti_safetensors_shape(s, j, &info);
+        } else if (bit == 4) {
+            mpti_json_array(j);
+            if (!mpti_json_item(j) || !mpti_safetensors_number(j, &offsets[0]) ||
+                !mpti_json_item(j) || !mpti_safetensors_number(j, &offsets[1]) || mpti_json_item(j))
+                j->bad = true;
+        } else {
+            mpti_json_skip(j);
+        }
+    }
+    if (rc) return rc;
+    if (j->bad) return mpti_safetensors_bad_json(s, j);
+    if (seen != 7) return mpti_safetensors_fail(s, name, "dtype, shape or data_offsets is missing");
+    rc = mpti_safetensors_place(s, &info, offsets[0], offsets[1]);
+    if (rc) return rc;
+    return mpti_buffer_append(&s->tensors, &info, sizeof info) ? MPT_OK
+                                                               : mpti_safetensors_no_memory(s);
+}
+
+static mpt_result mpti_safetensors_pairs(mpt_safetensors *s, mpti_json *j) {
+    mpti_pair pair;
+
+    mpti_json_object(j);
+    while (mpti_json_more(j, '}')) {
+        if (!mpti_safetensors_string(j, &pair.key) || !mpti_json_expect(j, ':') ||
+            !mpti_safetensors_string(j, &pair.value))
+            break;
+        if (!mpti_buffer_append(&s->metadata, &pair, sizeof pair))
+            return mpti_safetensors_no_memory(s);
+    }
+    return j->bad ? mpti_safetensors_bad_json(s, j) : MPT_OK;
+}
+
+static int mpti_compare_pairs(const void *a, const void *b) {
+    return strcmp(((const mpti_pair *)a)->key, ((const mpti_pair *)b)->key);
+}
+
+static int mpti_compare_offsets(const void *a, const void *b) {
+    const mpt_safetensors_info *x = (const mpt_safetensors_info *)a;
+    const mpt_safetensors_info *y = (const mpt_safetensors_info *)b;
+
+    if (x->offset != y->offset) return x->offset < y->offset ? -1 : 1;
+    if (x->bytes != y->bytes) return x->bytes < y->bytes ? -1 : 1;
+    return strcmp(x->name, y->name);
+}
+
+static int mpti_compare_info_names(const void *a, const void *b) {
+    return strcmp((*(mpt_safetensors_info *const *)a)->name,
+                  (*(mpt_safetensors_info *const *)b)->name);
+}
+
+/* No name twice; no hole, no overlap, nothing behind the last one. */
+static mpt_result mpti_safetensors_check_layout(mpt_safetensors *s) {
+    mpt_safetensors_info *tensors = (mpt_safetensors_info *)(void *)s->tensors.data;
+    mpti_pair *pairs = (mpti_pair *)(void *)s->metadata.data;
+    uint64_t at = 8 + (uint64_t)s->header.size;
+    size_t i;
+
+    if (s->num_pairs) qsort(pairs, s->num_pairs, sizeof *pairs, mpti_compare_pairs);
+    for (i = 1; i < s->num_pairs; i++)
+        if (!strcmp(pairs[i].key, pairs[i - 1].key))
+            return mpti_safetensors_fail(s, NULL, "__metadata__ has '%.80s' twice", pairs[i].key);
+    if (s->num_tensors) qsort(tensors, s->num_tensors, sizeof *tensors, mpti_compare_offsets);
+    for (i = 0; i < s->num_tensors; at += tensors[i++].bytes)
+        if (tensors[i].offset != at)
+            return mpti_safetensors_fail(s, tensors[i].name, "%s the tensor before it",
+                                         tensors[i].offset < at ? "it overlaps" : "a hole follows");
+    s->size = (int64_t)at;
+    if (s->file.size >= 0 && s->file.size != s->size)
+        return mpti_safetensors_fail(s, NULL, "it accounts for %lld bytes of %lld",
+                                     (long long)s->size, (long long)s->file.size);
+    for (i = 0; i < s->num_tensors; i++) s->by_name[i] = &tensors[i];
+    if (s->num_tensors)
+        qsort(s->by_name, s->num_tensors, sizeof *s->by_name, mpti_compare_info_names);
+    for (i = 1; i < s->num_tensors; i++)
+        if (!strcmp(s->by_name[i]->name, s->by_name[i - 1]->name))
+            return mpti_safetensors_fail(s, s->by_name[i]->name, "its name comes twice");
+    return MPT_OK;
+}
+
+static mpt_result mpti_safetensors_parse(mpt_safetensors *s) {
+    mpti_json j;
+    const char *name;
+    bool had_metadata = false;
+    mpt_result rc = MPT_OK;
+
+    memset(&j, 0, sizeof j);
+    j.p = (const char *)s->header.data;
+    j.end = j.p + s->header.size;
+    mpti_json_object(&j);
+    while (rc == MPT_OK && mpti_json_more(&j, '}')) {
+        if (!mpti_safetensors_string(&j, &name) || !mpti_json_expect(&j, ':')) break;
+        if (strcmp(name, "__metadata__") != 0) {
+            rc = mpti_safetensors_tensor(s, &j, name);
+        } else if (had_metadata) {
+            rc = mpti_safetensors_fail(s, NULL, "it has two __metadata__");
+        } else {
+            had_metadata = true;
+            rc = mpti_safetensors_pairs(s, &j);
+        }
+    }
+    if (rc) return rc;
+    while (j.p < j.end && *j.p == ' ') j.p++;
+    if (j.bad || j.p < j.end) return mpti_safetensors_bad_json(s, &j);
+    s->num_pairs = s->metadata.size / sizeof(mpti_pair);
+    s->num_tensors = s->tensors.size / sizeof(mpt_safetensors_info);
+    s->by_name = (mpt_safetensors_info **)mpti_alloc(&s->ctx->desc.allocator,
+                                                     (s->num_tensors + 1) * sizeof *s->by_name);
+    return s->by_name ? mpti_safetensors_check_layout(s) : mpti_safetensors_no_memory(s);
+}
+
+static mpt_result mpti_safetensors_fetch(mpt_safetensors *s, void *dst, size_t size) {
+    uint8_t *p = (uint8_t *)dst;
+    mpt_result rc = MPT_OK;
+    size_t got;
+
+    for (; rc == MPT_OK && size > 0; p += got, size -= got) {
+        rc = mpti_file_read_some(&s->file, &s->ctx->error, p, size, &got);
+        if (rc == MPT_OK && got == 0)
+            return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA,
+                             "%s: it ends at byte %llu, %llu more were expected",
+                             mpti_path_tail(s->path), (unsigned long long)s->file.offset,
+                             (unsigned long long)size);
+    }
+    return rc;
+}
+
+static mpt_result mpti_safetensors_load_header(mpt_safetensors *s) {
+    const size_t step =
+        1 << 20; /* memory for bytes that are there, not for bytes that are promised */
+    uint8_t head[8];
+    uint64_t left;
+    mpt_bytes text;
+    mpt_result rc = mpti_safetensors_fetch(s, head, sizeof head);
+
+    if (rc) return rc;
+    left = mpti_load_u64(head);
+    if (left > MPT_SAFETENSORS_MAX_HEADER ||
+        (s->file.size >= 0 && left > (uint64_t)s->file.size - 8))
+        return mpti_safetensors_fail(s, NULL, "its length of %llu bytes is more than %s",
+                                     (unsigned long long)left,
+                                     left > MPT_SAFETENSORS_MAX_HEADER ? "the format allows"
+                                                                       : "the file has");
+    while (left > 0) {
+        size_t n = left < step ? (size_t)left : step;
+
+        if (!mpti_buffer_reserve(&s->header, n)) return mpti_safetensors_no_memory(s);
+        rc = mpti_safetensors_fetch(s, s->header.data + s->header.size, n);
+        if (rc) return rc;
+        s->header.size += n;
+        left -= n;
+    }
+    text.data = s->header.data;
+    text.size = s->header.size;
+    if (text.size == 0 || text.data[0] != '{')
+        return mpti_safetensors_fail(s, NULL, "it does not start with {");
+    if (!mpti_utf8_is_valid(text)) return mpti_safetensors_fail(s, NULL, "it is no UTF-8");
+    if (text.size > MPTI_CHECKSUM_OFFSET &&
+        !memcmp(text.data, MPTI_CHECKSUM_PREFIX, MPTI_CHECKSUM_OFFSET - 8))
+        snprintf(s->checksum, sizeof s->checksum, "%.8s",
+                 (const char *)text.data + MPTI_CHECKSUM_OFFSET - 8);
+    return mpti_safetensors_parse(s);
+}
+
+MPT_API mpt_result mpt_safetensors_open(mpt_ctx *ctx, const mpt_safetensors_desc *desc,
+                                        mpt_safetensors **out) {
+    const mpt_allocator *a;
+    mpt_safetensors *s;
+    mpt_result rc;
+
+    if (!ctx || !out) return MPT_ERR_INVALID_ARGUMENT;
+    *out = NULL;
+    a = &ctx->desc.allocator;
+    rc = mpti_safetensors_host(&ctx->error, desc ? desc->path : NULL);
+    if (rc) return mpti_report(ctx, rc);
+    s = (mpt_safetensors *)mpti_calloc(a, 1, sizeof *s);
+    if (s) s->path = mpti_strdup(a, desc->path);
+    if (s) {
+        s->ctx = ctx;
+        s->header.allocator = s->metadata.allocator = s->tensors.allocator = a;
+    }
+    if (!s || !s->path)
+        rc = MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a safetensors reader");
+    if (rc == MPT_OK)
+        rc = mpti_file_open(desc->io ? desc->io : mpt_io_files(), s->path, &ctx->error, &s->file);
+    if (rc == MPT_OK) rc = mpti_safetensors_load_header(s);
+    if (rc) mpt_safetensors_close(s);
+    else *out = s;
+    return mpti_report(ctx, rc);
+}
+
+MPT_API void mpt_safetensors_close(mpt_safetensors *s) {
+    const mpt_allocator *a = s ? &s->ctx->desc.allocator : NULL;
+
+    if (!s) return;
+    mpti_file_close(&s->file);
+    mpti_free(a, s->by_name, (s->num_tensors + 1) * sizeof *s->by_name);
+    mpti_buffer_free(&s->tensors);
+    mpti_buffer_free(&s->metadata);
+    mpti_buffer_free(&s->header);
+    mpti_strfree(a, s->path);
+    mpti_free(a, s, sizeof *s);
+}
+
+MPT_API int64_t mpt_safetensors_count(const mpt_safetensors *s) {
+    return s ? (int64_t)s->num_tensors : 0;
+}
+
+/* NULL, with the error reported, if there is none. */
+static const mpt_safetensors_info *mpti_safetensors_at(mpt_safetensors *s, int64_t index) {
+    if (index >= 0 && index < (int64_t)s->num_tensors)
+        return (const mpt_safetensors_info *)(const void *)s->tensors.data + index;
+    mpti_report(s->ctx, MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                                  "%s: there is no tensor %lld of %lld", mpti_path_tail(s->path),
+                                  (long long)index, (long long)s->num_tensors));
+    return NULL;
+}
+
+MPT_API mpt_result mpt_safetensors_get(mpt_safetensors *s, int64_t index,
+                                       mpt_safetensors_info *out) {
+    const mpt_safetensors_info *info = s && out ? mpti_safetensors_at(s, index) : NULL;
+
+    if (info) *out = *info;
+    return info ? MPT_OK : MPT_ERR_INVALID_ARGUMENT;
+}
+
+MPT_API int64_t mpt_safetensors_find(const mpt_safetensors *s, const char *name) {
+    mpt_safetensors_info key, *at = &key, **found;
+
+    if (!s || !name || !s->num_tensors) return -1;
+    key.name = name;
+    found = (mpt_safetensors_info **)bsearch(&at, s->by_name, s->num_tensors, sizeof *s->by_name,
+                                             mpti_compare_info_names);
+    return found ? *found - (const mpt_safetensors_info *)(const void *)s->tensors.data : -1;
+}
+
+MPT_API const char *mpt_safetensors_metadata(const mpt_safetensors *s, const char *key) {
+    mpti_pair wanted, *found;
+
+    if (!s || !key || !s->num_pairs) return NULL;
+    wanted.key = key;
+    found = (mpti_pair *)bsearch(&wanted, s->metadata.data, s->num_pairs, sizeof wanted,
+                                 mpti_compare_pairs);
+    return found ? found->value : NULL;
+}
+
+/* To a tensor's first byte, by reading on where the storage can't seek. */
+static mpt_result mpti_safetensors_go(mpt_safetensors *s, uint64_t offset) {
+    uint8_t skipped[4096];
+    mpt_result rc = MPT_OK;
+
+    if (s->file.io->seek && s->file.offset != offset)
+        return mpti_file_seek(&s->file, &s->ctx->error, offset);
+    if (offset < s->file.offset)
+        return MPTI_FAIL(&s->ctx->error, MPT_ERR_UNSUPPORTED,
+                         "%s: this storage can't seek: read tensors in file order",
+                         mpti_path_tail(s->path));
+    while (rc == MPT_OK && s->file.offset < offset) {
+        uint64_t left = offset - s->file.offset;
+        rc = mpti_safetensors_fetch(s, skipped,
+                                    left < sizeof skipped ? (size_t)left : sizeof skipped);
+    }
+    return rc;
+}
+
+MPT_API mpt_result mpt_safetensors_read(mpt_safetensors *s, int64_t index, void *dst,
+                                        size_t bytes) {
+    const mpt_safetensors_info *info = s ? mpti_safetensors_at(s, index) : NULL;
+    mpt_result rc;
+
+    if (!info) return MPT_ERR_INVALID_ARGUMENT;
+    if (bytes != info->bytes || (!dst && bytes > 0))
+        return mpti_report(s->ctx,
+                           MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                                     "%s: tensor '%.80s' has %llu bytes, not %llu",
+                                     mpti_path_tail(s->path), info->name,
+                                     (unsigned long long)info->bytes, (unsigned long long)bytes));
+    rc = mpti_safetensors_go(s, info->offset);
+    if (rc == MPT_OK) rc = mpti_safetensors_fetch(s, dst, bytes);
+    return mpti_report(s->ctx, rc);
+}
+
+/* Through a second handle, so that reading tensors goes on where it was. */
+static mpt_result mpti_safetensors_crc(mpt_safetensors *s, uint8_t *block, size_t capacity,
+                                       uint32_t *crc) {
+    mpti_file file;
+    mpt_result rc = mpti_file_open(s->file.io, s->path, &s->ctx->error, &file);
+    size_t got = 1;
+    uint64_t at, i;
+
+    while (rc == MPT_OK && got > 0) {
+        at = file.offset;
+        rc = mpti_file_read_some(&file, &s->ctx->error, block, capacity, &got);
+        for (i = MPTI_CHECKSUM_OFFSET; i < MPTI_CHECKSUM_OFFSET + MPTI_CHECKSUM_DIGITS; i++)
+            if (i >= at && i - at < got) block[i - at] = '0';
+        if (rc == MPT_OK) *crc = mpt_crc32c(*crc, block, got);
+    }
+    mpti_file_close(&file);
+    return rc;
+}
+
+MPT_API mpt_result mpt_safetensors_verify(mpt_safetensors *s) {
+    enum { capacity = 1 << 18 };
+    uint8_t *block;
+    char digits[MPTI_CHECKSUM_DIGITS + 1];
+    uint32_t crc = 0;
+    mpt_result rc;
+
+    if (!s) return MPT_ERR_INVALID_ARGUMENT;
+    if (!s->checksum[0])
+        return mpti_report(s->ctx, MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_STATE,
+                                             "%s: it has no checksum", mpti_path_tail(s->path)));
+    block = (uint8_t *)mpti_alloc(&s->ctx->desc.allocator, capacity);
+    rc = block ? mpti_safetensors_crc(s, block, capacity, &crc) : mpti_safetensors_no_memory(s);
+    mpti_free(&s->ctx->desc.allocator, block, capacity);
+    snprintf(digits, sizeof digits, "%08x", (unsigned)crc);
+    if (rc == MPT_OK && strcmp(digits, s->checksum) != 0)
+        rc = MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA,
+                       "%s: its checksum is %s, its content has %s: the file is damaged",
+                       mpti_path_tail(s->path), s->checksum, digits);
+    return mpti_report(s->ctx, rc);
+}
+
+/* ---- safetensors, writing -------------------------------------------------------------------- */
+typedef struct mpti_pending {
+    char *name;
+    const void *data;
+    size_t bytes;
+    const struct mpti_safetensors_type *type;
+    int64_t dims[MPT_MAX_DIMS];
+    int num_dims;
+} mpti_pending;
+
+struct mpt_safetensors_writer {
+    mpt_ctx *ctx;
+    mpti_output output;
+    mpti_buffer metadata; /* ,"key":"value" ... */
+    mpti_buffer tensors;  /* of mpti_pending */
+    mpti_buffer header;
+    int checksum;
+    bool no_memory;     /* an addition to one of these texts failed */
+    const char *closed; /* why nothing more can be added; NULL: it can */
+};
+
+static mpt_result mpti_safetensors_writer_fail(mpt_safetensors_writer *w, mpt_result code,
+                                               const char *what, const char *name) {
+    return mpti_report(w->ctx, MPTI_FAIL(&w->ctx->error, code, "%s: '%.80s' %s",
+                                         mpti_path_tail(w->output.path), name, what));
+}
+
+static void mpti_text_add(mpt_safetensors_writer *w, mpti_buffer *b, const char *text) {
+    if (!mpti_buffer_append(b, text, strlen(text))) w->no_memory = true;
+}
+
+static void mpti_text_add_quoted(mpt_safetensors_writer *w, mpti_buffer *b, const char *text) {
+    char piece[8];
+
+    mpti_text_add(w, b, "\"");
+    for (; *text; text++) {
+        bool escape = *text == '"' || *text == '\\';
+        unsigned char c = (unsigned char)*text;
+
+        snprintf(piece, sizeof piece, c < 0x20 ? "\\u%04x" : escape ? "\\%c" : "%c", c);
+        mpti_text_add(w, b, piece);
+    }
+    mpti_text_add(w, b, "\"");
+}
+
+static bool mpti_text_is_utf8(const char *text) {
+    mpt_bytes bytes;
+
+    bytes.data = (const uint8_t *)text;
+    bytes.size = text ? strlen(text) : 0;
+    return text && mpti_utf8_is_valid(bytes);
+}
+
+MPT_API mpt_result mpt_safetensors_writer_open(mpt_ctx *ctx,
+                                               const mpt_safetensors_writer_desc *desc,
+                                               mpt_safetensors_writer **out) {
+    const mpt_allocator *a;
+    mpt_safetensors_writer *w;
+    mpt_result rc;
+
+    if (!ctx || !out) return MPT_ERR_INVALID_ARGUMENT;
+    *out = NULL;
+    a = &ctx->desc.allocator;
+    rc = mpti_safetensors_host(&ctx->error, desc ? desc->path : NULL);
+    if (rc) return mpti_report(ctx, rc);
+    w = (mpt_safetensors_writer *)mpti_calloc(a, 1, sizeof *w);
+    if (!w)
+        return mpti_report(ctx,
+                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer"));
+    w->ctx = ctx;
+    w->checksum = desc->checksum;
+    w->metadata.allocator = w->tensors.allocator = w->header.allocator = a;
+    rc = mpti_output_open(a, desc->io ? desc->io : mpt_io_files(), desc->path, &ctx->error,
+                          &w->output);
+    if (rc) mpt_safetensors_writer_close(w);
+    else *out = w;
+    return mpti_report(ctx, rc);
+}
+
+MPT_API void mpt_safetensors_writer_close(mpt_safetensors_writer *w) {
+    mpti_pending *pending;
+    size_t i;
+
+    if (!w) return;
+    pending = (mpti_pending *)(void *)w->tensors.data;
+    for (i = 0; i < w->tensors.size / sizeof *pending; i++)
+        mpti_strfree(&w->ctx->desc.allocator, pending[i].name);
+    mpti_buffer_free(&w->tensors);
+    mpti_buffer_free(&w->metadata);
+    mpti_buffer_free(&w->header);
+    if (w->output.allocator) mpti_output_close(&w->output);
+    mpti_free(&w->ctx->desc.allocator, w, sizeof *w);
+}
+
+MPT_API mpt_result mpt_safetensors_writer_add(mpt_safetensors_writer *w, const char *name,
+                                              const mpt_tensor *tensor) {
+    mpti_pending p;
+    size_t count, i;
+
+    if (!w || !name || !tensor) return MPT_ERR_INVALID_ARGUMENT;
+    if (w->closed) return mpti_safetensors_writer_fail(w, MPT_ERR_INVALID_STATE, w->closed, name);
+    memset(&p, 0, sizeof p);
+    for (i = 0; i < MPTI_NUM_SAFETENSORS_TYPES; i++)
+        if (mpti_safetensors_types[i].dtype == (int)tensor->dtype)
+            p.type = &mpti_safetensors_types[i];
+    if (!p.type || !mpti_tensor_elements(tensor, &count) ||
+        !mpti_mul(count, p.type->size, &p.bytes))
+        return mpti_safetensors_writer_fail(w, MPT_ERR_INVALID_ARGUMENT,
+                                            "has no valid dtype, dims or data", name);
+    if (!mpti_text_is_utf8(name) || !strcmp(name, "__metadata__"))
+        return mpti_safetensors_writer_fail(w, MPT_ERR_INVALID_ARGUMENT, "can't be a tensor's name",
+                                            name);
+    p.data = tensor->data;
+    p.num_dims = tensor->num_dims;
+    memcpy(p.dims, tensor->dims, sizeof p.dims);
+    p.name = mpti_strdup(&w->ctx->desc.allocator, name);
+    if (p.name && mpti_buffer_append(&w->tensors, &p, sizeof p)) return MPT_OK;
+    mpti_strfree(&w->ctx->desc.allocator, p.name);
+    return mpti_safetensors_writer_fail(w, MPT_ERR_OUT_OF_MEMORY, "finds no memory", name);
+}
+
+MPT_API mpt_result mpt_safetensors_writer_add_metadata(mpt_safetensors_writer *w, const char *key,
+                                                       const char *value) {
+    size_t before;
+    mpt_result rc = MPT_OK;
+
+    if (!w || !key || !value) return MPT_ERR_INVALID_ARGUMENT;
+    if (w->closed) return mpti_safetensors_writer_fail(w, MPT_ERR_INVALID_STATE, w->closed, key);
+    if (!mpti_text_is_utf8(key) || !mpti_text_is_utf8(value) || !strcmp(key, "mptrain.crc32c"))
+        return mpti_safetensors_writer_fail(w, MPT_ERR_INVALID_ARGUMENT,
+                                            "or its value is no valid metadata", key);
+    before = w->metadata.size;
+    mpti_text_add(w, &w->metadata, ",");
+    mpti_text_add_quoted(w, &w->metadata, key);
+    mpti_text_add(w, &w->metadata, ":");
+    if (!mpti_buffer_append(&w->metadata, "", 1)) w->no_memory = true;
+    /* quotes within texts are escaped, so ,"key": is found only where a key is */
+    if (w->no_memory)
+        rc = mpti_safetensors_writer_fail(w, MPT_ERR_OUT_OF_MEMORY, "finds no memory", key);
+    else if (strstr((const char *)w->metadata.data, (const char *)w->metadata.data + before) !=
+             (const char *)w->metadata.data + before)
+        rc = mpti_safetensors_writer_fail(w, MPT_ERR_INVALID_ARGUMENT,
+                                          "comes twice in the metadata", key);
+    w->metadata.size = rc ? before : w->metadata.size - 1;
+    if (rc == MPT_OK) mpti_text_add_quoted(w, &w->metadata, value);
+    if (rc == MPT_OK && w->no_memory)
+        rc = mpti_safetensors_writer_fail(w, MPT_ERR_OUT_OF_MEMORY, "finds no memory", key);
+    return rc;
+}
+
+static int mpti_compare_pending_names(const void *a, const void *b) {
+    return strcmp(((const mpti_pending *)a)->name, ((const mpti_pending *)b)->name);
+}
+
+static int mpti_compare_pending(const void *a, const void *b) {
+    const mpti_pending *x = (const mpti_pending *)a, *y = (const mpti_pending *)b;
+
+    if (x->type != y->type) return x->type > y->type ? -1 : 1;
+    return strcmp(x->name, y->name);
+}
+
+static void mpti_safetensors_writer_header(mpt_safetensors_writer *w, const mpti_pending *p,
+                                           size_t n) {
+    mpti_buffer *b = &w->header;
+    unsigned long long at = 0;
+    char text[96];
+    size_t i;
+    int k;
+
+    mpti_text_add(w, b,
+                  w->checksum        ? MPTI_CHECKSUM_PREFIX "00000000\""
+                  : w->metadata.size ? "{\"__metadata__\":{"
+                                     : "{");
+    i = w->checksum ? 0 : 1; /* the first pair has a comma only behind the checksum */
+    if (w->metadata.size && !mpti_buffer_append(b, w->metadata.data + i, w->metadata.size - i))
+        w->no_memory = true;
+    if (w->checksum || w->metadata.size) mpti_text_add(w, b, n ? "}," : "}");
+    for (i = 0; i < n; i++, p++) {
+        mpti_text_add_quoted(w, b, p->name);
+        snprintf(text, sizeof text, ":{\"dtype\":\"%s\",\"shape\":[", p->type->name);
+        mpti_text_add(w, b, text);
+        for (k = 0; k < p->num_dims; k++) {
+            snprintf(text, sizeof text, k ? ",%lld" : "%lld", (long long)p->dims[k]);
+            mpti_text_add(w, b, text);
+        }
+        snprintf(text, sizeof text, "],\"data_offsets\":[%llu,%llu]}%s", at, at + p->bytes,
+                 i + 1 < n ? "," : "");
+        mpti_text_add(w, b, text);
+        at += p->bytes;
+    }
+    mpti_text_add(w, b, "}");
+    while (b->size % 8 && !w->no_memory) mpti_text_add(w, b, " ");
+}
+
+static mpt_result mpti_safetensors_writer_put(mpt_safetensors_writer *w, const mpti_pending *p,
+                                              size_t n) {
+    mpt_result rc;
+    uint32_t crc;
+    uint8_t head[8];
+    char digits[MPTI_CHECKSUM_DIGITS + 1];
+    size_t i;
+
+    mpti_store_u64(head, w->header.size);
+    if (w->checksum) {
+        crc = mpt_crc32c(mpt_crc32c(0, head, sizeof head), w->header.data, w->header.size);
+        for (i = 0; i < n; i++) crc = mpt_crc32c(crc, p[i].data, p[i].bytes);
+        snprintf(digits, sizeof digits, "%08x", (unsigned)crc);
+        memcpy(w->header.data + MPTI_CHECKSUM_OFFSET - 8, digits, MPTI_CHECKSUM_DIGITS);
+    }
+    rc = mpti_output_write(&w->output, &w->ctx->error, head, sizeof head);
+    if (rc == MPT_OK)
+        rc = mpti_output_write(&w->output, &w->ctx->error, w->header.data, w->header.size);
+    for (i = 0; i < n && rc == MPT_OK; i++)
+        rc = mpti_output_write(&w->output, &w->ctx->error, p[i].data, p[i].bytes);
+    return rc == MPT_OK ? mpti_output_finish(&w->output, &w->ctx->error) : rc;
+}
+
+MPT_API mpt_result mpt_safetensors_writer_finish(mpt_safetensors_writer *w) {
+    mpti_pending *p;
+    size_t n, i;
+    mpt_result rc;
+
+    if (!w) return MPT_ERR_INVALID_ARGUMENT;
+    if (w->closed)
+        return mpti_safetensors_writer_fail(w, MPT_ERR_INVALID_STATE, w->closed, "finish");
+    w->closed = "comes after the writer has failed: close it";
+    p = (mpti_pending *)(void *)w->tensors.data;
+    n = w->tensors.size / sizeof *p;
+    if (n) qsort(p, n, sizeof *p, mpti_compare_pending_names);
+    for (i = 1; i < n; i++)
+        if (!strcmp(p[i].name, p[i - 1].name))
+            return mpti_safetensors_writer_fail(w, MPT_ERR_INVALID_ARGUMENT, "names two tensors",
+                                                p[i].name);
+    if (n) qsort(p, n, sizeof *p, mpti_compare_pending);
+    mpti_safetensors_writer_header(w, p, n);
+    if (w->no_memory)
+        return mpti_safetensors_writer_fail(w, MPT_ERR_OUT_OF_MEMORY, "finds no memory", "header");
+    if (w->header.size > MPT_SAFETENSORS_MAX_HEADER)
+        return mpti_safetensors_writer_fail(w, MPT_ERR_UNSUPPORTED,
+                                            "is longer than the format allows", "header");
+    rc = mpti_safetensors_writer_put(w, p, n);
+    if (rc == MPT_OK) w->closed = "comes after finish";
+    return mpti_report(w->ctx, rc);
+}
+
+/* =================================================================================================
+ * >>state   12.3 State: hash, export and import, checkpoints
+ * =================================================================================================
+ *
+ * Problem: a run has to go on where it stopped, to the bit, and what it learned has to be readable
+ *          by other programs.
+ * Idea:    two safetensors files: a checkpoint holds flat rows as they are in memory and the
+ *          counters of the step; an export holds PyTorch's names and layout.
+ * Shapes:  ours (K,R,S,C) and (out, h w c); theirs (K,C,R,S) and (out, c h w)
+ * Tested:  tests/test_train.c
+ * Next:    the end. >>read leads back to the beginning.
+ */
+/* ---- what was learned, as one number --------------------------------------------------------- */
+static void mpti_sha256_floats(mpti_sha256 *s, const float *x, int64_t n) {
+    uint8_t bytes[4];
+    int64_t i;
+
+    for (i = 0; i < n; i++) {
+        mpti_store_u32(bytes, mpti_f32_bits(x[i]));
+        mpti_sha256_add(s, bytes, sizeof bytes);
+    }
+}
+
+MPT_API mpt_result mpt_trainer_sha256(mpt_trainer *t, char hex[65]) {
+    mpti_sha256 s;
+
+    if (!t || !hex) return MPT_ERR_INVALID_ARGUMENT;
+    mpti_sha256_init(&s);
+    mpti_sha256_floats(&s, t->masters, t->model->num_params);
+    mpti_sha256_floats(&s, t->running,
+                       t->model->num_stats); /* mean and var of each, in model order */
+    mpti_sha256_finish(&s, hex);
+    return MPT_OK;
+}
+
+/* ---- tensors under PyTorch's names and in its layout --------------------------------------------
+   convolution (K,R,S,C) -> (K,C,R,S); dense behind a picture (out, h w c) -> (out, c h w) */
+typedef enum mpti_torch_part {
+    MPTI_TORCH_WEIGHT = 0,
+    MPTI_TORCH_BIAS,
+    MPTI_TORCH_MEAN,
+    MPTI_TORCH_VAR
+} mpti_torch_part;
+
+typedef struct mpti_torch {
+    char name[MPTI_NAME_BYTES + 16];
+    float *data; /* in the trainer, our layout */
+    int64_t count;
+    int64_t dims[4];
+    int num_dims;
+    /* count = outer * height * width * channels, of which the last three turn to c, h, w */
+    int64_t height, width, channels;
+} mpti_torch;
+
+/* Tensor `part` of a layer; false: it has none of that kind. */
+static bool mpti_torch_tensor(const mpt_trainer *t, int v, mpti_torch_part part, mpti_torch *out) {
+    static const char *const suffixes[] = {"weight", "bias", "running_mean", "running_var"};
+    const mpti_node *node = &t->model->nodes[v], *in;
+    bool norm = node->kind == MPTI_KIND_BATCHNORM;
+
+    if (node->num_params == 0 || (part >= MPTI_TORCH_MEAN && !norm) ||
+        (part == MPTI_TORCH_BIAS && !norm && !node->use_bias))
+        return false;
+    memset(out, 0, sizeof *out);
+    in = &t->model->nodes[node->in[0]];
+    snprintf(out->name, sizeof out->name, "%s.%s", node->name, suffixes[part]);
+    out->height = out->width = 1;
+    out->num_dims = 1;
+    out->dims[0] = out->count = out->channels = node->c;
+    if (part >= MPTI_TORCH_MEAN) {
+        out->data = t->running + node->stat_offset + (part == MPTI_TORCH_VAR ? node->c : 0);
+        return true;
+    }
+    out->data = t->masters + node->param_offset;
+    if (part == MPTI_TORCH_BIAS) out->data += norm ? node->c : mpti_node_weights(node);
+    if (part == MPTI_TORCH_BIAS || norm) return true;
+    out->count = mpti_node_weights(node);
+    out->channels = in->c;
+    out->height = node->kind == MPTI_KIND_CONV2D ? node->kernel : in->h;
+    out->width = node->kind == MPTI_KIND_CONV2D ? node->kernel : in->w;
+    out->num_dims = node->kind == MPTI_KIND_CONV2D ? 4 : 2;
+    out->dims[1] = node->kind == MPTI_KIND_CONV2D ? in->c : mpti_node_elements(in);
+    out->dims[2] = out->dims[3] = node->kernel;
+    return true;
+}
+
+/* to_torch: ours -> theirs; else theirs -> ours. */
+static void mpti_torch_permute(const mpti_torch *x, float *theirs, bool to_torch) {
+    int64_t area = x->height * x->width, inner = area * x->channels, i;
+
+    for (i = 0; i < x->count; i++) {
+        int64_t rest = i % inner, channel = rest % x->channels, pixel = rest / x->channels;
+        int64_t there = i - rest + channel * area + pixel;
+        if (to_torch) theirs[there] = x->data[i];
+        else x->data[i] = theirs[there];
+    }
+}
+
+static mpt_result mpti_export_add(mpt_safetensors_writer *w, const mpti_torch *x, float *theirs) {
+    mpt_tensor tensor;
+    int i;
+
+    mpti_torch_permute(x, theirs, true);
+    memset(&tensor, 0, sizeof tensor);
+    tensor.data = theirs;
+    tensor.dtype = MPT_F32;
+    tensor.num_dims = x->num_dims;
+    for (i = 0; i < x->num_dims; i++) tensor.dims[i] = x->dims[i];
+    return mpt_safetensors_writer_add(w, x->name, &tensor);
+}
+
+static mpt_result mpti_export_all(mpt_trainer *t, mpt_safetensors_writer *w, float *buffer,
+                                  int64_t *tracked) {
+    mpti_torch x;
+    mpt_tensor scalar;
+    char name[MPTI_NAME_BYTES + 24];
+    mpt_result rc = mpt_safetensors_writer_add_metadata(w, "format", "pt");
+    int v, part;
+
+    *tracked = t->optimizer.applied_steps;
+    memset(&scalar, 0, sizeof scalar);
+    scalar.data = tracked;
+    scalar.dtype = MPT_I64;
+    for (v = 1; v < t->model->num_nodes && rc == MPT_OK; v++) {
+        for (part = MPTI_TORCH_WEIGHT; part <= MPTI_TORCH_VAR && rc == MPT_OK; part++) {
+            if (!mpti_torch_tensor(t, v, (mpti_torch_part)part, &x)) continue;
+            rc = mpti_export_add(w, &x, buffer);
+            buffer += x.count;
+        }
+        if (t->model->nodes[v].kind != MPTI_KIND_BATCHNORM || rc) continue;
+        snprintf(name, sizeof name, "%s.num_batches_tracked",
+                 t->model->nodes[v].name); /* strict loading wants it */
+        rc = mpt_safetensors_writer_add(w, name, &scalar);
+    }
+    return rc;
+}
+
+MPT_API mpt_result mpt_trainer_export(mpt_trainer *t, const mpt_io *io, const char *path) {
+    mpt_safetensors_writer_desc d;
+    mpt_safetensors_writer *w = NULL;
+    size_t bytes;
+    int64_t tracked;
+    float *buffer;
+    mpt_result rc;
+
+    if (!t || !path) return MPT_ERR_INVALID_ARGUMENT;
+    bytes = (size_t)(t->model->num_params + t->model->num_stats) * sizeof *buffer;
+    buffer = (float *)mpti_alloc(&t->ctx->desc.allocator, bytes);
+    if (!buffer)
+        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_OUT_OF_MEMORY,
+                                             "no memory to export weights"));
+    memset(&d, 0, sizeof d);
+    d.path = path;
+    d.io = io;
+    rc = mpt_safetensors_writer_open(t->ctx, &d, &w);
+    if (rc == MPT_OK) rc = mpti_export_all(t, w, buffer, &tracked);
+    if (rc == MPT_OK) rc = mpt_safetensors_writer_finish(w);
+    mpt_safetensors_writer_close(w);
+    mpti_free(&t->ctx->desc.allocator, buffer, bytes);
+    return rc;
+}
+
+/* Finds a tensor of the given shape in FP32. */
+static mpt_result mpti_import_find(mpt_trainer *t, mpt_safetensors *s, const char *path,
+                                   const mpti_torch *x, int64_t *index) {
+    mpt_safetensors_info info;
+    mpt_result rc;
+    int i;
+
+    *index = mpt_safetensors_find(s, x->name);
+    if (*index < 0)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_CORRUPT_DATA,
+                         "%s: no tensor %s: is it of another network?", mpti_path_tail(path),
+                         x->name);
+    rc = mpt_safetensors_get(s, *index, &info);
+    if (rc) return rc;
+    for (i = 0; i < x->num_dims && info.num_dims == x->num_dims && info.dims[i] == x->dims[i]; i++)
+        continue;
+    if (i == x->num_dims && info.num_dims == x->num_dims && info.has_dtype && info.dtype == MPT_F32)
+        return MPT_OK;
+    return MPTI_FAIL(&t->ctx->error, MPT_ERR_CORRUPT_DATA,
+                     "%s: tensor %s has another shape or type than this model (F32, %lld elements)",
+                     mpti_path_tail(path), x->name, (long long)x->count);
+}
+
+/* apply false: is everything there? true: takes it. So a file that doesn't fit changes nothing. */
+static mpt_result mpti_import_walk(mpt_trainer *t, mpt_safetensors *s, const char *path,
+                                   float *buffer, bool apply) {
+    mpti_torch x;
+    int64_t index;
+    mpt_result rc = MPT_OK;
+    int v, part;
+
+    for (v = 1; v < t->model->num_nodes && rc == MPT_OK; v++)
+        for (part = MPTI_TORCH_WEIGHT; part <= MPTI_TORCH_VAR && rc == MPT_OK; part++) {
+            if (!mpti_torch_tensor(t, v, (mpti_torch_part)part, &x)) continue;
+            rc = mpti_import_find(t, s, path, &x, &index);
+            if (rc == MPT_OK && !apply)
+                rc = mpt_safetensors_read(s, index, buffer, (size_t)x.count * sizeof *buffer);
+            if (rc == MPT_OK && apply) mpti_torch_permute(&x, buffer, false);
+            buffer += x.count;
+        }
+    return rc;
+}
+
+MPT_API mpt_result mpt_trainer_import(mpt_trainer *t, const mpt_io *io, const char *path) {
+    mpt_safetensors_desc d;
+    mpt_safetensors *s = NULL;
+    size_t bytes;
+    float *buffer;
+    mpt_result rc;
+
+    if (!t || !path) return MPT_ERR_INVALID_ARGUMENT;
+    bytes = (size_t)(t->model->num_params + t->model->num_stats) * sizeof *buffer;
+    buffer = (float *)mpti_alloc(&t->ctx->desc.allocator, bytes);
+    if (!buffer)
+        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_OUT_OF_MEMORY,
+                                             "no memory to import weights"));
+    memset(&d, 0, sizeof d);
+    d.path = path;
+    d.io = io;
+    rc = mpt_safetensors_open(t->ctx, &d, &s);
+    if (rc == MPT_OK) rc = mpti_import_walk(t, s, path, buffer, false);
+    if (rc == MPT_OK) rc = mpti_import_walk(t, s, path, buffer, true);
+    if (rc == MPT_OK) rc = mpti_trainer_refresh_half(t);
+    mpt_safetensors_close(s);
+    mpti_free(&t->ctx->desc.allocator, buffer, bytes);
+    return mpti_report(t->ctx, rc);
+}
+
+/* ---- checkpoints: everything that goes into the next step ---------------------------------------
+   One safetensors file with a checksum over all of it. Flat rows as they are in memory: nothing is
+   rounded or turned, so a run goes on bit for bit. */
+enum { MPTI_COUNTERS = 8 };
+
+typedef struct mpti_checkpoint_row {
+    const char *name;
+    float *data; /* NULL: this trainer has none */
+    int64_t count;
+} mpti_checkpoint_row;
+enum { MPTI_CHECKPOINT_ROWS = 4 };
+
+static void mpti_checkpoint_rows(mpt_trainer *t, mpti_checkpoint_row rows[MPTI_CHECKPOINT_ROWS]) {
+    static const char *const names[MPTI_CHECKPOINT_ROWS] = {"mptrain.weights",
+                                                            "mptrain.first_moment",
+                                                            "mptrain.second_moment",
+                                                            "mptrain.running"};
+    int i;
+
+    for (i = 0; i < MPTI_CHECKPOINT_ROWS; i++) {
+        rows[i].name = names[i];
+        rows[i].count = t->model->num_params;
+    }
+    rows[0].data = t->masters;
+    rows[1].data = t->first;
+    rows[2].data = t->second;
+    rows[3].data = t->model->num_stats ? t->running : NULL;
+    rows[3].count = t->model->num_stats;
+}
+
+/* A number that differs for models whose parameters mean different things. */
+static uint32_t mpti_model_fingerprint(const mpt_model *m) {
+    uint32_t crc = 0;
+    int v;
+
+    for (v = 0; v < m->num_nodes; v++) {
+        const mpti_node *n = &m->nodes[v];
+        char text[160];
+        int size = snprintf(text, sizeof text, "%d %d %d %d %d %d %d %d %d;", (int)n->kind,
+                            n->in[0], n->num_in > 1 ? n->in[1] : -1, n->h, n->w, n->c, n->kernel,
+                            n->stride, n->padding);
+        crc = mpt_crc32c(crc, text, (size_t)size);
+    }
+    return crc;
+}
+
+static void mpti_checkpoint_counters(const mpt_trainer *t, int64_t c[MPTI_COUNTERS]) {
+    c[0] = t->step;
+    c[1] = t->optimizer.applied_steps;
+    c[2] = t->scaler.good_steps;
+    c[3] = t->scaler.skips_at_min;
+    c[4] = t->scaler.num_skipped;
+    c[5] = (int64_t)mpti_f32_bits(t->scaler.scale);
+    c[6] = (int64_t)mpti_model_fingerprint(t->model);
+    c[7] = (int64_t)t->desc.seed;
+}
+
+static mpt_result mpti_checkpoint_add(mpt_safetensors_writer *w, const char *name, mpt_dtype dtype,
+                                      void *data, int64_t count) {
+    mpt_tensor tensor;
+
+    memset(&tensor, 0, sizeof tensor);
+    tensor.data = data;
+    tensor.dtype = dtype;
+    tensor.num_dims = 1;
+    tensor.dims[0] = count;
+    return mpt_safetensors_writer_add(w, name, &tensor);
+}
+
+MPT_API mpt_result mpt_trainer_save(mpt_trainer *t, mpt_loader *data, const mpt_io *io,
+                                    const char *path) {
+    mpti_checkpoint_row rows[MPTI_CHECKPOINT_ROWS];
+    int64_t counters[MPTI_COUNTERS];
+    mpt_safetensors_writer_desc d;
+    mpt_safetensors_writer *w = NULL;
+    mpt_bytes position = {NULL, 0};
+    mpt_result rc;
+    int i;
+
+    if (!t || !path) return MPT_ERR_INVALID_ARGUMENT;
+    if (t->microbatches > 0)
+        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
+                                             "mpt_trainer_save: in the middle of a step"));
+    memset(&d, 0, sizeof d);
+    d.path = path;
+    d.io = io;
+    d.checksum = 1;
+    mpti_checkpoint_rows(t, rows);
+    mpti_checkpoint_counters(t, counters);
+    rc = data ? mpt_loader_get_state(data, &position) : MPT_OK;
+    if (rc == MPT_OK) rc = mpt_safetensors_writer_open(t->ctx, &d, &w);
+    if (rc == MPT_OK) rc = mpt_safetensors_writer_add_metadata(w, "mptrain.checkpoint", "1");
+    if (rc == MPT_OK)
+        rc = mpti_checkpoint_add(w, "mptrain.counters", MPT_I64, counters, MPTI_COUNTERS);
+    for (i = 0; i < MPTI_CHECKPOINT_ROWS && rc == MPT_OK; i++)
+        if (rows[i].data)
+            rc = mpti_checkpoint_add(w, rows[i].name, MPT_F32, rows[i].data, rows[i].count);
+    if (rc == MPT_OK && position.size)
+        rc = mpti_checkpoint_add(w, "mptrain.loader", MPT_U8, (void *)(uintptr_t)position.data,
+                                 (int64_t)position.size);
+    if (rc == MPT_OK) rc = mpt_safetensors_writer_finish(w);
+    mpt_safetensors_writer_close(w);
+    return rc;
+}
+
+static mpt_result mpti_checkpoint_read(mpt_trainer *t, mpt_safetensors *s, const char *path,
+                                       const char *name, mpt_dtype dtype, void *dst,
+                                       int64_t count) {
+    int64_t index = mpt_safetensors_find(s, name);
+    mpt_safetensors_info info;
+    mpt_result rc = index < 0 ? MPT_END : mpt_safetensors_get(s, index, &info);
+
+    if (rc < 0) return rc;
+    if (rc == MPT_END || !info.has_dtype || info.dtype != dtype || info.count != (uint64_t)count)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_CORRUPT_DATA,
+                         "%s: %s is missing or of another size: it is no checkpoint of this model",
+                         mpti_path_tail(path), name);
+    return mpt_safetensors_read(s, index, dst, (size_t)info.bytes);
+}
+
+static mpt_result mpti_checkpoint_loader(mpt_trainer *t, mpt_safetensors *s, mpt_loader *data,
+                                         const char *path) {
+    int64_t index = mpt_safetensors_find(s, "mptrain.loader");
+    mpt_safetensors_info info;
+    mpt_bytes state;
+    uint8_t *bytes;
+    mpt_result rc;
+
+    if (index < 0)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_CORRUPT_DATA,
+                         "%s: it was saved without a position in the data", mpti_path_tail(path));
+    rc = mpt_safetensors_get(s, index, &info);
+    if (rc) return rc;
+    bytes = (uint8_t *)mpti_alloc(&t->ctx->desc.allocator, (size_t)info.bytes + 1);
+    if (!bytes)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_OUT_OF_MEMORY,
+                         "no memory for the position in the data");
+    state.data = bytes;
+    state.size = (size_t)info.bytes;
+    rc = mpt_safetensors_read(s, index, bytes, state.size);
+    if (rc == MPT_OK) rc = mpt_loader_set_state(data, state);
+    mpti_free(&t->ctx->desc.allocator, bytes, (size_t)info.bytes + 1);
+    return rc;
+}
+
+/* Everything has been verified: what is read now is what was written. */
+static mpt_result mpti_checkpoint_apply(mpt_trainer *t, mpt_safetensors *s, mpt_loader *data,
+                                        const char *path) {
+    mpti_checkpoint_row rows[MPTI_CHECKPOINT_ROWS];
+    int64_t c[MPTI_COUNTERS];
+    mpt_loss_scaler saved = t->scaler;
+    mpt_result rc = mpti_checkpoint_read(t, s, path, "mptrain.counters", MPT_I64, c, MPTI_COUNTERS);
+    int i;
+
+    if (rc == MPT_OK && c[6] != (int64_t)mpti_model_fingerprint(t->model))
+        rc = MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                       "%s: a checkpoint of another model", mpti_path_tail(path));
+    if (rc == MPT_OK && data) rc = mpti_checkpoint_loader(t, s, data, path);
+    mpti_checkpoint_rows(t, rows);
+    for (i = 0; i < MPTI_CHECKPOINT_ROWS && rc == MPT_OK; i++)
+        if (rows[i].data)
+            rc = mpti_checkpoint_read(t, s, path, rows[i].name, MPT_F32, rows[i].data,
+                                      rows[i].count);
+    if (rc) return rc;
+    saved.scale = mpti_f32_from_bits((uint32_t)c[5]);
+    saved.good_steps = (int)c[2];
+    saved.skips_at_min = (int)c[3];
+    saved.num_skipped = c[4];
+    rc = mpt_loss_scaler_restore(&t->scaler, &saved);
+    if (rc)
+        return MPTI_FAIL(&t->ctx->error, rc, "%s: its loss scaler is damaged",
+                         mpti_path_tail(path));
+    t->step = c[0];
+    mpti_optimizer_resume(&t->optimizer, c[1]);
+    t->desc.seed = t->net.seed = (uint64_t)c[7];
+    return mpti_trainer_refresh_half(t);
+}
+
+MPT_API mpt_result mpt_trainer_load(mpt_trainer *t, mpt_loader *data, const mpt_io *io,
+                                    const char *path) {
+    mpt_safetensors_desc d;
+    mpt_safetensors *s = NULL;
+    mpt_result rc;
+
+    if (!t || !path) return MPT_ERR_INVALID_ARGUMENT;
+    memset(&d, 0, sizeof d);
+    d.path = path;
+    d.io = io;
+    mpti_trainer_begin_step(t);
+    rc = mpt_safetensors_open(t->ctx, &d, &s);
+    if (rc == MPT_OK) rc = mpt_safetensors_verify(s);
+    if (rc == MPT_OK) rc = mpti_checkpoint_apply(t, s, data, path);
+    mpt_safetensors_close(s);
+    return mpti_report(t->ctx, rc);
 }
 
 #ifdef __cplusplus
