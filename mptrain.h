@@ -751,8 +751,11 @@ MPT_API int mpt_zoo(mpt_model *m, const char *name, int num_classes);
 MPT_API MPT_CHECKED mpt_result mpt_model_finish(mpt_model *m, int logits);
 
 typedef struct mpt_layer_info {
-    const char *name, *kind;         /* of the model: "fc", "dense" */
-    int64_t height, width, channels; /* of its output */
+    const char *name, *kind; /* of the model: "fc", "dense" */
+    /* values that it reads: MPT_INPUT, or 1 + the number of the layer that makes it */
+    int inputs[MPT_CUSTOM_MAX_INPUTS], num_inputs;
+    int64_t height, width, channels;       /* of its output */
+    int kernel, stride, padding, use_bias; /* 0 where its kind has none */
     int64_t num_params;
     int fused; /* 1: computed together with the layer behind it; its output is kept nowhere */
 } mpt_layer_info;
@@ -11682,9 +11685,17 @@ MPT_API int64_t mpt_model_num_params(const mpt_model *m) {
 
 MPT_API mpt_result mpt_model_layer(const mpt_model *m, int layer, mpt_layer_info *out) {
     const mpti_node *node;
+    int i;
 
     if (!m || !out || layer < 0 || layer >= m->num_nodes - 1) return MPT_ERR_INVALID_ARGUMENT;
     node = &m->nodes[layer + 1];
+    memset(out, 0, sizeof *out);
+    for (i = 0; i < node->num_in; i++) out->inputs[i] = node->in[i];
+    out->num_inputs = node->num_in;
+    out->kernel = node->kernel;
+    out->stride = node->stride;
+    out->padding = node->padding;
+    out->use_bias = node->use_bias;
     out->name = node->name;
     out->kind = mpti_kind_name(node->kind);
     out->height = node->h;
