@@ -11237,6 +11237,8 @@ MPT_API int mpt_dropout(mpt_model *m, int x, float p) {
     if (!node) return -1;
     if (!(p >= 0 && p < 1))
         return mpti_model_fail(m, node->kind, "p must be in 0 .. 1, 1 excluded");
+    if (node->number >= MPTI_MAX_DROPOUT_LAYERS)
+        return mpti_model_fail(m, node->kind, "a model has at most 192 dropout layers");
     node->probability = p;
     return mpti_model_keep(m, node, 0, 0);
 }
