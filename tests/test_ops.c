@@ -1711,13 +1711,17 @@ MPT_TEST(opening_chooses_a_family) {
     mpt_ctx *ctx = NULL;
     void *self = NULL;
     memset(&d, 0, sizeof(d));
-    mpt_test_allocator_init(&memory, 2, 0);
+    mpt_test_allocator_init(&memory, 2, 0); /* 1 is the context, 2 the backend that it opens */
+    d.allocator = memory.hooks;
+    CHECK_RESULT(NULL, mpt_ctx_create(&d, &ctx), MPT_ERR_OUT_OF_MEMORY);
+    CHECK(ctx == NULL);
+    CHECK_NO_LEAK(&memory);
+    mpt_test_allocator_init(&memory, 3, 0); /* 3 is the backend that is opened here */
     d.allocator = memory.hooks;
     CHECK_OK(NULL, mpt_ctx_create(&d, &ctx));
     CHECK_RESULT(ctx, mpt_backend_cpu()->open(ctx, 0, &self), MPT_ERR_OUT_OF_MEMORY);
     CHECK(self == NULL);
-    CHECK_OK(ctx,
-             mpt_backend_cpu()->open(ctx, 0, &self)); /* the second failed, this is the third */
+    CHECK_OK(ctx, mpt_backend_cpu()->open(ctx, 0, &self));
     CHECK_EQ_STR(((mpti_cpu *)self)->family->name,
                  mpti_cpu_families[0].is_supported && mpti_cpu_families[0].is_supported()
                      ? "avx2"

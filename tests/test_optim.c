@@ -493,7 +493,7 @@ MPT_TEST(optimizer_desc_names_the_field) {
 
 MPT_TEST(optimizer_without_memory) {
     int64_t n;
-    for (n = 2; n < 5; n++) { /* 1 is the context */
+    for (n = 3; n < 6; n++) { /* 1 is the context, 2 its backend */
         mpt_test_allocator memory;
         mpt_ctx_desc cd;
         mpt_ctx *ctx = NULL;
@@ -506,7 +506,7 @@ MPT_TEST(optimizer_without_memory) {
         CHECK_OK(NULL, mpt_ctx_create(&cd, &ctx));
         segment = mpti_parameter_make(&d, 0, 100, false);
         CHECK_EQ_INT(mpti_optimizer_open(&o, ctx, &d, &segment, 1),
-                     n < 4 ? MPT_ERR_OUT_OF_MEMORY : MPT_OK);
+                     n < 5 ? MPT_ERR_OUT_OF_MEMORY : MPT_OK);
         mpti_optimizer_close(&o);
         mpt_ctx_destroy(ctx);
         CHECK_NO_LEAK(&memory);
