@@ -11779,7 +11779,7 @@ static mpt_result mpti_net_loss(mpti_net *net) {
     a.dlogits = net->training ? mpti_net_gradient(net, logits) : NULL;
     a.probabilities = net->probabilities;
     a.stats = &net->stats;
-    a.n = net->capacity;
+    a.n = net->probabilities ? net->num_valid : net->capacity; /* the caller's rows end there */
     a.num_valid = net->num_valid;
     a.classes = net->model->nodes[logits].c;
     a.label_smoothing = net->training ? net->label_smoothing : 0;
