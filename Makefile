@@ -80,8 +80,8 @@ asan ubsan tsan:
 style: ## line and function lengths, chapter tags, exported symbols
 	@$(SCRIPT_ENV) tests/style.sh
 
-bench: $(BUILD)/bench ## measure the data path on this machine
-	@for kind in crc records decode input; do $(BUILD)/bench $$kind || exit 1; done
+bench: $(BUILD)/bench ## measure the data path and training on this machine
+	@for kind in crc records decode input layers step; do $(BUILD)/bench $$kind || exit 1; done
 
 # ---- installing ----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@
  *     cc -O2 app.c -lm -lpthread
  *
  * Pictures need stb_image.h on the include path (Debian: libstb-dev); compressed records need
- * -DMPTRAIN_ZLIB and -lz. Nothing else is needed. A program that goes over a data set in batches:
+ * -DMPTRAIN_ZLIB and -lz. Nothing else is needed. A program that trains a classifier:
  *
  *     #define MPTRAIN_IMPLEMENTATION
  *     #include "mptrain.h"
@@ -20,29 +20,40 @@
  *
  *     int main(int argc, char **argv) {
  *         mpt_ctx *ctx = NULL;
+ *         mpt_model *model = NULL;
  *         mpt_loader *data = NULL;
- *         mpt_loader_desc desc = {0};
+ *         mpt_trainer *trainer = NULL;
+ *         mpt_loader_desc input = {0};
+ *         mpt_trainer_desc training = {0};
  *         mpt_batch batch;
+ *         mpt_step_report step;
  *         mpt_result rc;
  *
- *         if (mpt_ctx_create(NULL, &ctx)) return 1;
- *         desc.paths = (const char *const *)argv + 1;
- *         desc.num_paths = argc - 1;
- *         desc.height = desc.width = 224;
- *         desc.channels = 3;
- *         desc.num_classes = 1000;
- *         desc.augment = MPT_AUGMENT_IMAGENET;
- *         rc = mpt_loader_create(ctx, &desc, &data);
- *         while (rc == MPT_OK && (rc = mpt_loader_next(data, &batch)) == MPT_OK)
- *             printf("batch %d: %d pictures\n", (int)batch.index, (int)batch.num_valid);
+ *         input.paths = (const char *const *)argv + 1;
+ *         input.num_paths = argc - 1;
+ *         input.height = input.width = 32;
+ *         input.channels = 3;
+ *         input.num_classes = 10;
+ *         training.optimizer.learning_rate = 0.1f;
+ *         rc = mpt_ctx_create(NULL, &ctx);
+ *         if (!rc) rc = mpt_model_create(ctx, 32, 32, 3, &model);
+ *         if (!rc) rc = mpt_model_finish(model, mpt_zoo(model, "resnet20", 10));
+ *         if (!rc) rc = mpt_trainer_create(model, &training, 32, &trainer);
+ *         if (!rc) rc = mpt_loader_create(ctx, &input, &data);
+ *         while (!rc && !(rc = mpt_loader_next(data, &batch)))
+ *             if (!(rc = mpt_trainer_step(trainer, &batch, &step)))
+ *                 printf("step %d: loss %.4f\n", (int)step.step, step.loss);
  *         if (rc != MPT_END) fprintf(stderr, "%s\n", mpt_last_error(ctx)->message);
+ *         mpt_trainer_destroy(trainer);
  *         mpt_loader_destroy(data);
+ *         mpt_model_destroy(model);
  *         mpt_ctx_destroy(ctx);
  *         return rc != MPT_END;
  *     }
  *
- * This version holds the way of the data, from bytes in files to batches in memory. The way from
- * there to trained weights is being written; the license is at the end of the file.
+ * It goes over the data once, in FP16 with FP32 masters and dynamic loss scaling where the
+ * processor converts FP16 in hardware. More programs lie in examples/. The license is at the end
+ * of the file.
  */
 
 /* =================================================================================================
@@ -51,6 +62,8 @@
  *
  *   I    Manual
  *   >>read        How to read this file
+ *   >>steps       Step by step: what happens to one batch
+ *   >>mixed       Mixed precision in ten minutes
  *   >>options     What can be defined before the include
  *   >>limits      What it does not do, limits, trust
  *
@@ -86,10 +99,9 @@
  * >>read   How to read this file
  * =================================================================================================
  *
- * The header follows one batch from bytes to numbers: bytes (>>base), records (>>tfrecord),
- * pictures (>>image), batches (>>loader). Each chapter of the implementation opens with the same
- * five lines - problem, idea, shapes, where it is tested, what to read next - and goes from the
- * small to the large. Public names begin with mpt_, private ones with mpti_.
+ * The header follows one batch from bytes to updated weights. Each chapter of the implementation
+ * opens with the same five lines - problem, idea, shapes, where it is tested, what to read next -
+ * and goes from the small to the large. Public names begin with mpt_, private ones with mpti_.
  *
  * Five habits hold everywhere:
  *
@@ -110,6 +122,78 @@
  *
  * DETERMINISM. What comes out is a function of the data, the desc and the seed. The number of
  * threads and the order in which they run change the speed, not a single bit.
+ */
+
+/* =================================================================================================
+ * >>steps   Step by step: what happens to one batch
+ * =================================================================================================
+ *
+ *   bytes      are read in blocks, by several threads                     >>storage
+ *   records    are found in them, and their checksums compared            >>tfrecord >>example
+ *   pictures   are decoded, cut, mirrored                                 >>image
+ *   a batch    is put together from lanes, in an order of its own         >>loader
+ *   values     go forward through the model, layer by layer               >>layers >>cpu
+ *   the loss   is computed in FP32, and multiplied by the loss scale      >>cpu (softmax)
+ *   gradients  go backward through the same layers, scaled                >>layers
+ *   sums       of all lanes meet in a tree                                >>train
+ *   a look     at each sum: is it finite? If not, the step is skipped     >>optim >>scaler
+ *   weights    are updated in FP32, from unscaled and clipped gradients,
+ *              and rounded to 16 bits for the next batch                  >>optim
+ *   a report   tells what happened; a checkpoint keeps all of it          >>train >>state
+ *
+ * The last five are the nine lines of mpt_trainer_apply.
+ */
+
+/* =================================================================================================
+ * >>mixed   Mixed precision in ten minutes
+ * =================================================================================================
+ *
+ * WHY. A number of 16 bits takes half the memory and half the time to move, and tensor cores
+ * multiply FP16 eight times as fast as FP32 (V100: 125 against 15.7 TFLOP/s). Training is bound by
+ * moving numbers about, so half the bytes is much of the gain even where arithmetic isn't faster.
+ *
+ * WHAT FP16 CAN HOLD. One sign, five bits of exponent, eleven bits of fraction (one is implied):
+ *
+ *        2^-24          2^-14                1                    2^15 65504
+ *     0 ---|--------------|------------------|---------------------|----|--- inf
+ *            subnormal:              normal: steps of 1/1024
+ *            ever coarser            of the number's power of two
+ *
+ * WHAT BREAKS, AND THE THREE REMEDIES (Micikevicius et al. 2018, arXiv 1710.03740).
+ *
+ * 1. Updates vanish. A weight of 1 with an update of 0.0001: the next FP16 number after 1 is
+ *    1.00098, so 1 + 0.0001 is rounded back to 1, each time, for ever. Remedy: MASTER WEIGHTS. The
+ *    truth is kept in FP32; updates are added there, and a rounded copy is what layers multiply
+ *    with. 100 updates of 0.0001 then make 0.01.
+ *
+ * 2. Gradients vanish. Many gradients of activations are smaller than 2^-24, the smallest FP16
+ *    number, while the upper half of FP16's range stays empty. Remedy: LOSS SCALING. Multiply the
+ *    loss by S = 65536, and by the chain rule every gradient is S times as large. Divide by S in
+ *    FP32, before anything else looks at the gradient: clipping, weight decay and momentum must see
+ *    the true one.
+ *
+ * 3. Sums swallow. 2048 + 1 is 2048 in FP16. Remedy: ADD IN FP32. Products of FP16 numbers are
+ *    summed in FP32 (tensor cores do so), and so are batch norm's statistics and the softmax.
+ *
+ * WHICH SCALE? The largest that doesn't overflow, and that changes while training. DYNAMIC SCALING
+ * finds it: begin high (2^16). If a gradient comes out as inf or NaN, throw the step away and halve
+ * the scale; after 2000 good steps in a row, double it. So a skipped step now and then, and a few
+ * at the start, are how it works and no failure. A skipped step changes no weight, no momentum, no
+ * statistic, no schedule; it is counted, and the report says so.
+ *
+ * WHEN IT GOES WRONG. A run that skips every step isn't training. At the smallest scale and still
+ * overflowing, 20 steps in a row: mpt_trainer_apply ends in an error that names the first bad
+ * tensor. mpt_trainer_autopsy runs a skipped step again and tells the layer, the tensor, the
+ * element, a histogram of exponents, and the largest scale that would have fitted. If that is 0,
+ * the forward pass isn't finite itself: lower the learning rate, look at the data, begin with
+ * warm-up.
+ *
+ * BF16 has FP32's range with eight bits of fraction: no scaling, but it needs masters all the more.
+ *
+ * THE SAME IN OTHER WORDS. Apex: amp.initialize(opt_level="O2") is precision = MPT_PRECISION_FP16,
+ * O1 is FP16_CAST, O3 FP16_PURE, O0 FP32. PyTorch: GradScaler is desc.loss_scaler; scale, unscale_,
+ * clip_grad_norm_, step and update are one call here, mpt_trainer_apply, so their order can't be
+ * wrong. Keras: LossScaleOptimizer; see mpt_loss_scaler_desc_preset for the constants of all three.
  */
 
 /* =================================================================================================
@@ -137,11 +221,12 @@
  *
  * mptrain does not read SequenceExamples beyond their context, ArrayRecord or Riegeli files; decode
  * GIF, WebP, TIFF, PSD, HDR, PNM or TGA pictures; run on Windows; hold more than one picture and
- * one label of a record.
+ * one label of a record; train anything but classifiers, or on more than one machine or GPU yet.
  *
  *   a record          max_record_bytes, by default 1 GiB, for reading and writing
  *   a picture         max_pixels 100,000,000 and max_bytes 256 MiB, checked before decoding
  *   a picture's side  16384 in a batch
+ *   a value of layers 2^31 numbers a record; batch 2^20 records a lane
  *   records a file    2^39; files of a loader 2^23 (both are parts of a 64-bit sample id)
  *
  * Files may be hostile: lengths, headers, tables and checksums are checked before they are
@@ -12163,6 +12248,102 @@ static mpt_result mpti_net_lay_out(mpti_net *net) {
     return mpti_net_workspace(net);
 }
 
+/* ---- initial weights ------------------------------------------------------------------------- */
+/* (1 + cos(pi u)) / 2 for u in 0 .. 1, within 2^-50, and near u = 1 within 2^-50 of itself.
+   It is cos^2 = 1 - sin^2 of pi u / 2; seen from the nearer end the angle y is at most pi/4, where
+   sin y = y (1 - y^2/(2 3) (1 - y^2/(4 5) (1 - ...))) up to y^15 leaves out y^17/17! < 2^-54. */
+static double mpti_half_cosine(double u) {
+    bool late = u > 0.5;
+    double y = (late ? 1 - u : u) * 1.5707963267948966, sine = 1;
+    int k;
+
+    for (k = 14; k >= 2; k -= 2) sine = 1 - y * y * sine / (k * (k + 1));
+    sine *= y;
+    return late ? sine * sine : (1 - sine) * (1 + sine);
+}
+
+static double mpti_cos_turn(double turn) { /* cos(2 pi turn), turn in 0 .. 1 */
+    return 2 * mpti_half_cosine(turn <= 0.5 ? 2 * turn : 2 - 2 * turn) - 1;
+}
+
+/* Two normal numbers from two words (Box and Muller 1958), with our own log, cosine and sine: the
+   same bits on every machine. */
+static void mpti_normal_pair(const uint32_t random[2], float out[2]) {
+    double u = ((double)random[0] + 1) / 4294967296.0, turn = (double)random[1] / 4294967296.0;
+    double radius = sqrt(-2 * mpti_ln(u));
+
+    out[0] = (float)(radius * mpti_cos_turn(turn));
+    out[1] = (float)(radius * mpti_cos_turn(turn < 0.25 ? turn + 0.75 : turn - 0.25)); /* sine */
+}
+
+static void mpti_init_normal(float *w, int64_t n, float deviation, uint64_t seed, uint32_t layer) {
+    uint32_t random[4];
+    float pair[4];
+    int64_t i;
+
+    for (i = 0; i < n; i++) {
+        if (i % 4 == 0) {
+            mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
+            mpti_normal_pair(random, pair);
+            mpti_normal_pair(random + 2, pair + 2);
+        }
+        w[i] = deviation * pair[i % 4];
+    }
+}
+
+static void mpti_init_uniform(float *w, int64_t n, float bound, uint64_t seed, uint32_t layer) {
+    uint32_t random[4];
+    int64_t i;
+
+    for (i = 0; i < n; i++) {
+        if (i % 4 == 0) mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
+        w[i] = bound * (float)(2 * mpti_uniform(random[i % 4]) - 1);
+    }
+}
+
+/* A seed of its own for each custom layer. */
+static mpt_result mpti_init_custom(const mpt_model *m, int v, uint64_t seed, float *w) {
+    const mpti_node *node = &m->nodes[v];
+    uint32_t random[4];
+    mpt_result rc;
+
+    if (!node->custom.init || node->num_params == 0) return MPT_OK;
+    mpti_random4(seed, 0, 0, (uint32_t)v, MPTI_RANDOM_INIT, random);
+    rc = node->custom.init(w, (size_t)node->num_params, (uint64_t)random[0] << 32 | random[1],
+                           node->custom.user);
+    if (rc == MPT_OK) return MPT_OK;
+    return MPTI_FAIL(&m->ctx->error, rc, "init of layer %s failed: %s", node->name,
+                     mpt_result_string(rc));
+}
+
+/* params (num_params) and running (num_stats) are zeros. */
+static mpt_result mpti_model_init(const mpt_model *m, uint64_t seed, float *params,
+                                  float *running) {
+    mpt_result rc = MPT_OK;
+    int v, c;
+
+    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
+        const mpti_node *node = &m->nodes[v];
+        float *w = params + (node->param_offset < 0 ? 0 : node->param_offset);
+        if (node->kind == MPTI_KIND_CONV2D) { /* biases stay 0 */
+            double fan_out = (double)node->c * node->kernel * node->kernel;
+            mpti_init_normal(w, mpti_node_weights(node), (float)sqrt(2.0 / fan_out), seed,
+                             (uint32_t)v);
+        } else if (node->kind == MPTI_KIND_DENSE) {
+            double fan_in = (double)mpti_node_elements(&m->nodes[node->in[0]]);
+            mpti_init_uniform(w, node->num_params, (float)(1 / sqrt(fan_in)), seed, (uint32_t)v);
+        } else if (node->kind == MPTI_KIND_BATCHNORM) {
+            for (c = 0; c < node->c; c++) {
+                w[c] = node->zero_init_gamma ? 0 : 1;
+                running[node->stat_offset + node->c + c] = 1;
+            }
+        } else if (node->kind == MPTI_KIND_CUSTOM) {
+            rc = mpti_init_custom(m, v, seed, w);
+        }
+    }
+    return rc;
+}
+
 /* ---- the zoo --------------------------------------------------------------------------------- */
 static int mpti_zoo_conv(mpt_model *m, int x, const char *name, int channels, int kernel,
                          int stride, int bias) {
@@ -12786,19 +12967,6 @@ static double mpti_power(double x, int64_t k) { /* x^k by squaring */
     return result;
 }
 
-/* (1 + cos(pi u)) / 2 for u in 0 .. 1, within 2^-50, and near u = 1 within 2^-50 of itself.
-   It is cos^2 = 1 - sin^2 of pi u / 2; seen from the nearer end the angle y is at most pi/4, where
-   sin y = y (1 - y^2/(2 3) (1 - y^2/(4 5) (1 - ...))) up to y^15 leaves out y^17/17! < 2^-54. */
-static double mpti_half_cosine(double u) {
-    bool late = u > 0.5;
-    double y = (late ? 1 - u : u) * 1.5707963267948966, sine = 1;
-    int k;
-
-    for (k = 14; k >= 2; k -= 2) sine = 1 - y * y * sine / (k * (k + 1));
-    sine *= y;
-    return late ? sine * sine : (1 - sine) * (1 + sine);
-}
-
 /* From `to` (f = 0) to `from` (f = 1). */
 static float mpti_mix(float from, float to, double f) {
     return to + (float)(((double)from - (double)to) * f);
@@ -13395,89 +13563,6 @@ MPT_API mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_desc *desc, in
     return mpti_report(m->ctx, rc);
 }
 
-/* ---- initial weights ------------------------------------------------------------------------- */
-static double mpti_cos_turn(double turn) { /* cos(2 pi turn), turn in 0 .. 1 */
-    return 2 * mpti_half_cosine(turn <= 0.5 ? 2 * turn : 2 - 2 * turn) - 1;
-}
-
-/* Two normal numbers from two words (Box and Muller 1958), with our own log, cosine and sine: the
-   same bits on every machine. */
-static void mpti_normal_pair(const uint32_t random[2], float out[2]) {
-    double u = ((double)random[0] + 1) / 4294967296.0, turn = (double)random[1] / 4294967296.0;
-    double radius = sqrt(-2 * mpti_ln(u));
-
-    out[0] = (float)(radius * mpti_cos_turn(turn));
-    out[1] = (float)(radius * mpti_cos_turn(turn < 0.25 ? turn + 0.75 : turn - 0.25)); /* sine */
-}
-
-static void mpti_init_normal(float *w, int64_t n, float deviation, uint64_t seed, uint32_t layer) {
-    uint32_t random[4];
-    float pair[4];
-    int64_t i;
-
-    for (i = 0; i < n; i++) {
-        if (i % 4 == 0) {
-            mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
-            mpti_normal_pair(random, pair);
-            mpti_normal_pair(random + 2, pair + 2);
-        }
-        w[i] = deviation * pair[i % 4];
-    }
-}
-
-static void mpti_init_uniform(float *w, int64_t n, float bound, uint64_t seed, uint32_t layer) {
-    uint32_t random[4];
-    int64_t i;
-
-    for (i = 0; i < n; i++) {
-        if (i % 4 == 0) mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
-        w[i] = bound * (float)(2 * mpti_uniform(random[i % 4]) - 1);
-    }
-}
-
-/* A seed of its own for each custom layer. */
-static mpt_result mpti_init_custom(mpt_trainer *t, int v, float *w) {
-    const mpti_node *node = &t->model->nodes[v];
-    uint32_t random[4];
-    mpt_result rc;
-
-    if (!node->custom.init || node->num_params == 0) return MPT_OK;
-    mpti_random4(t->desc.seed, 0, 0, (uint32_t)v, MPTI_RANDOM_INIT, random);
-    rc = node->custom.init(w, (size_t)node->num_params, (uint64_t)random[0] << 32 | random[1],
-                           node->custom.user);
-    if (rc == MPT_OK) return MPT_OK;
-    return MPTI_FAIL(&t->ctx->error, rc, "init of layer %s failed: %s", node->name,
-                     mpt_result_string(rc));
-}
-
-static mpt_result mpti_trainer_init_weights(mpt_trainer *t) {
-    const mpt_model *m = t->model;
-    uint64_t seed = t->desc.seed;
-    mpt_result rc = MPT_OK;
-    int v, c;
-
-    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
-        const mpti_node *node = &m->nodes[v];
-        float *w = t->masters + (node->param_offset < 0 ? 0 : node->param_offset);
-        if (node->kind == MPTI_KIND_CONV2D) { /* biases stay 0 */
-            double fan_out = (double)node->c * node->kernel * node->kernel;
-            mpti_init_normal(w, mpti_node_weights(node), (float)sqrt(2.0 / fan_out), seed,
-                             (uint32_t)v);
-        } else if (node->kind == MPTI_KIND_DENSE) {
-            double fan_in = (double)mpti_node_elements(&m->nodes[node->in[0]]);
-            mpti_init_uniform(w, node->num_params, (float)(1 / sqrt(fan_in)), seed, (uint32_t)v);
-        } else if (node->kind == MPTI_KIND_BATCHNORM) {
-            for (c = 0; c < node->c; c++) {
-                w[c] = node->zero_init_gamma ? 0 : 1;
-                t->running[node->stat_offset + node->c + c] = 1;
-            }
-        } else if (node->kind == MPTI_KIND_CUSTOM) {
-            rc = mpti_init_custom(t, v, w);
-        }
-    }
-    return rc;
-}
-
 /* The 16-bit copy follows the masters. */
 static mpt_result mpti_trainer_narrow(mpt_trainer *t) {
     mpt_cast_args a;
@@ -13626,7 +13711,7 @@ MPT_API mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc
     if (rc == MPT_OK) rc = mpti_trainer_make_lists(t);
     if (rc == MPT_OK) {
         mpti_trainer_place(t);
-        rc = mpti_trainer_init_weights(t);
+        rc = mpti_model_init(m, t->desc.seed, t->masters, t->running);
     }
     if (rc == MPT_OK) rc = mpti_trainer_weights_changed(t);
     if (rc) {

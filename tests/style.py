@@ -41,7 +41,7 @@ def verdict(name, complaints):
 def project_files():
     """Tracked files and new ones that git does not ignore; without git, all but the build."""
     listing = subprocess.run(['git', 'ls-files', '--cached', '--others', '--exclude-standard'],
-                             capture_output=True, text=True, check=False) if os.path.isdir('.git') \
+                             capture_output=True, text=True, check=False) if os.path.exists('.git') \
         else None
     if listing and listing.returncode == 0:
         names = listing.stdout.splitlines()
