@@ -8,7 +8,7 @@
 #   PREFIX       where `make install` puts things   (/usr/local), below DESTDIR
 #   NO_INSTALL   1: `make test` installs no package; it names what is missing and stops
 
-PROGRAMS := tfrecord train bench
+PROGRAMS := tfrecord train predict bench
 LESSONS  := $(sort $(notdir $(basename $(wildcard examples/[0-9]*.c))))
 TESTS    := $(sort $(notdir $(basename $(wildcard tests/test_*.c))))
 
