@@ -12,7 +12,7 @@
  *     cc -O2 app.c -lm -lpthread
  *
  * Pictures need stb_image.h on the include path (Debian: libstb-dev); compressed records need
- * -DMPTRAIN_ZLIB and -lz. Nothing else is needed. A program that goes over a data set in batches:
+ * -DMPTRAIN_ZLIB and -lz. Nothing else is needed. A program that trains a classifier:
  *
  *     #define MPTRAIN_IMPLEMENTATION
  *     #include "mptrain.h"
@@ -20,29 +20,40 @@
  *
  *     int main(int argc, char **argv) {
  *         mpt_ctx *ctx = NULL;
+ *         mpt_model *model = NULL;
  *         mpt_loader *data = NULL;
- *         mpt_loader_desc desc = {0};
+ *         mpt_trainer *trainer = NULL;
+ *         mpt_loader_desc input = {0};
+ *         mpt_trainer_desc training = {0};
  *         mpt_batch batch;
+ *         mpt_step_report step;
  *         mpt_result rc;
  *
- *         if (mpt_ctx_create(NULL, &ctx)) return 1;
- *         desc.paths = (const char *const *)argv + 1;
- *         desc.num_paths = argc - 1;
- *         desc.height = desc.width = 224;
- *         desc.channels = 3;
- *         desc.num_classes = 1000;
- *         desc.augment = MPT_AUGMENT_IMAGENET;
- *         rc = mpt_loader_create(ctx, &desc, &data);
- *         while (rc == MPT_OK && (rc = mpt_loader_next(data, &batch)) == MPT_OK)
- *             printf("batch %d: %d pictures\n", (int)batch.index, (int)batch.num_valid);
+ *         input.paths = (const char *const *)argv + 1;
+ *         input.num_paths = argc - 1;
+ *         input.height = input.width = 32;
+ *         input.channels = 3;
+ *         input.num_classes = 10;
+ *         training.optimizer.learning_rate = 0.1f;
+ *         rc = mpt_ctx_create(NULL, &ctx);
+ *         if (!rc) rc = mpt_model_create(ctx, 32, 32, 3, &model);
+ *         if (!rc) rc = mpt_model_finish(model, mpt_zoo(model, "resnet20", 10));
+ *         if (!rc) rc = mpt_trainer_create(model, &training, 32, &trainer);
+ *         if (!rc) rc = mpt_loader_create(ctx, &input, &data);
+ *         while (!rc && !(rc = mpt_loader_next(data, &batch)))
+ *             if (!(rc = mpt_trainer_step(trainer, &batch, &step)))
+ *                 printf("step %d: loss %.4f\n", (int)step.step, step.loss);
  *         if (rc != MPT_END) fprintf(stderr, "%s\n", mpt_last_error(ctx)->message);
+ *         mpt_trainer_destroy(trainer);
  *         mpt_loader_destroy(data);
+ *         mpt_model_destroy(model);
  *         mpt_ctx_destroy(ctx);
  *         return rc != MPT_END;
  *     }
  *
- * This version holds the way of the data, from bytes in files to batches in memory. The way from
- * there to trained weights is being written; the license is at the end of the file.
+ * It goes over the data once, in FP16 with FP32 masters and dynamic loss scaling where the
+ * processor converts FP16 in hardware. More programs lie in examples/. The license is at the end
+ * of the file.
  */
 
 /* =================================================================================================
@@ -51,6 +62,8 @@
  *
  *   I    Manual
  *   >>read        How to read this file
+ *   >>steps       Step by step: what happens to one batch
+ *   >>mixed       Mixed precision in ten minutes
  *   >>options     What can be defined before the include
  *   >>limits      What it does not do, limits, trust
  *
@@ -86,10 +99,9 @@
  * >>read   How to read this file
  * =================================================================================================
  *
- * The header follows one batch from bytes to numbers: bytes (>>base), records (>>tfrecord),
- * pictures (>>image), batches (>>loader). Each chapter of the implementation opens with the same
- * five lines - problem, idea, shapes, where it is tested, what to read next - and goes from the
- * small to the large. Public names begin with mpt_, private ones with mpti_.
+ * The header follows one batch from bytes to updated weights. Each chapter of the implementation
+ * opens with the same five lines - problem, idea, shapes, where it is tested, what to read next -
+ * and goes from the small to the large. Public names begin with mpt_, private ones with mpti_.
  *
  * Five habits hold everywhere:
  *
@@ -110,6 +122,78 @@
  *
  * DETERMINISM. What comes out is a function of the data, the desc and the seed. The number of
  * threads and the order in which they run change the speed, not a single bit.
+ */
+
+/* =================================================================================================
+ * >>steps   Step by step: what happens to one batch
+ * =================================================================================================
+ *
+ *   bytes      are read in blocks, by several threads                     >>storage
+ *   records    are found in them, and their checksums compared            >>tfrecord >>example
+ *   pictures   are decoded, cut, mirrored                                 >>image
+ *   a batch    is put together from lanes, in an order of its own         >>loader
+ *   values     go forward through the model, layer by layer               >>layers >>cpu
+ *   the loss   is computed in FP32, and multiplied by the loss scale      >>cpu (softmax)
+ *   gradients  go backward through the same layers, scaled                >>layers
+ *   sums       of all lanes meet in a tree                                >>train
+ *   a look     at each sum: is it finite? If not, the step is skipped     >>optim >>scaler
+ *   weights    are updated in FP32, from unscaled and clipped gradients,
+ *              and rounded to 16 bits for the next batch                  >>optim
+ *   a report   tells what happened; a checkpoint keeps all of it          >>train >>state
+ *
+ * The last five are the nine lines of mpt_trainer_apply.
+ */
+
+/* =================================================================================================
+ * >>mixed   Mixed precision in ten minutes
+ * =================================================================================================
+ *
+ * WHY. A number of 16 bits takes half the memory and half the time to move, and tensor cores
+ * multiply FP16 eight times as fast as FP32 (V100: 125 against 15.7 TFLOP/s). Training is bound by
+ * moving numbers about, so half the bytes is much of the gain even where arithmetic isn't faster.
+ *
+ * WHAT FP16 CAN HOLD. One sign, five bits of exponent, eleven bits of fraction (one is implied):
+ *
+ *        2^-24          2^-14                1                    2^15 65504
+ *     0 ---|--------------|------------------|---------------------|----|--- inf
+ *            subnormal:              normal: steps of 1/1024
+ *            ever coarser            of the number's power of two
+ *
+ * WHAT BREAKS, AND THE THREE REMEDIES (Micikevicius et al. 2018, arXiv 1710.03740).
+ *
+ * 1. Updates vanish. A weight of 1 with an update of 0.0001: the next FP16 number after 1 is
+ *    1.00098, so 1 + 0.0001 is rounded back to 1, each time, for ever. Remedy: MASTER WEIGHTS. The
+ *    truth is kept in FP32; updates are added there, and a rounded copy is what layers multiply
+ *    with. 100 updates of 0.0001 then make 0.01.
+ *
+ * 2. Gradients vanish. Many gradients of activations are smaller than 2^-24, the smallest FP16
+ *    number, while the upper half of FP16's range stays empty. Remedy: LOSS SCALING. Multiply the
+ *    loss by S = 65536, and by the chain rule every gradient is S times as large. Divide by S in
+ *    FP32, before anything else looks at the gradient: clipping, weight decay and momentum must see
+ *    the true one.
+ *
+ * 3. Sums swallow. 2048 + 1 is 2048 in FP16. Remedy: ADD IN FP32. Products of FP16 numbers are
+ *    summed in FP32 (tensor cores do so), and so are batch norm's statistics and the softmax.
+ *
+ * WHICH SCALE? The largest that doesn't overflow, and that changes while training. DYNAMIC SCALING
+ * finds it: begin high (2^16). If a gradient comes out as inf or NaN, throw the step away and halve
+ * the scale; after 2000 good steps in a row, double it. So a skipped step now and then, and a few
+ * at the start, are how it works and no failure. A skipped step changes no weight, no momentum, no
+ * statistic, no schedule; it is counted, and the report says so.
+ *
+ * WHEN IT GOES WRONG. A run that skips every step isn't training. At the smallest scale and still
+ * overflowing, 20 steps in a row: mpt_trainer_apply ends in an error that names the first bad
+ * tensor. mpt_trainer_autopsy runs a skipped step again and tells the layer, the tensor, the
+ * element, a histogram of exponents, and the largest scale that would have fitted. If that is 0,
+ * the forward pass isn't finite itself: lower the learning rate, look at the data, begin with
+ * warm-up.
+ *
+ * BF16 has FP32's range with eight bits of fraction: no scaling, but it needs masters all the more.
+ *
+ * THE SAME IN OTHER WORDS. Apex: amp.initialize(opt_level="O2") is precision = MPT_PRECISION_FP16,
+ * O1 is FP16_CAST, O3 FP16_PURE, O0 FP32. PyTorch: GradScaler is desc.loss_scaler; scale, unscale_,
+ * clip_grad_norm_, step and update are one call here, mpt_trainer_apply, so their order can't be
+ * wrong. Keras: LossScaleOptimizer; see mpt_loss_scaler_desc_preset for the constants of all three.
  */
 
 /* =================================================================================================
@@ -137,11 +221,12 @@
  *
  * mptrain does not read SequenceExamples beyond their context, ArrayRecord or Riegeli files; decode
  * GIF, WebP, TIFF, PSD, HDR, PNM or TGA pictures; run on Windows; hold more than one picture and
- * one label of a record.
+ * one label of a record; train anything but classifiers, or on more than one machine or GPU yet.
  *
  *   a record          max_record_bytes, by default 1 GiB, for reading and writing
  *   a picture         max_pixels 100,000,000 and max_bytes 256 MiB, checked before decoding
  *   a picture's side  16384 in a batch
+ *   a value of layers 2^31 numbers a record; batch 2^20 records a lane
  *   records a file    2^39; files of a loader 2^23 (both are parts of a 64-bit sample id)
  *
  * Files may be hostile: lengths, headers, tables and checksums are checked before they are
@@ -728,7 +813,7 @@ typedef struct mpt_custom_args {
     int training;               /* 0: evaluation */
 } mpt_custom_args;
 typedef struct mpt_custom_desc {
-    const char *name; /* for messages; default: "custom" */
+    const char *name; /* for messages, at most 48 bytes; default: "custom" */
     /* From in[num_in] (only shapes; dims[0] is the number of records, 1 while the model is built)
        to the shape of out, the number of parameters and the bytes of workspace, all of them zero
        before the call. A result other than MPT_OK is a wiring error. */
@@ -742,8 +827,8 @@ typedef struct mpt_custom_desc {
 } mpt_custom_desc;
 MPT_API int mpt_custom(mpt_model *m, const int *inputs, int num_inputs,
                        const mpt_custom_desc *desc);
-/* Names the layer whose output is x, for messages and files: "layer1.0.conv1". Without a name it is
-   called by kind and number. Returns x. */
+/* Names the layer whose output is x, for messages and files: "layer1.0.conv1", at most 63 bytes, no
+   name twice. Without a name it is called by kind and number. Returns x, or -1. */
 MPT_API int mpt_name(mpt_model *m, int x, const char *name);
 /* Logits of a network by name: lenet, mlp, resnet20, resnet32, resnet56 (He et al. 2016, CIFAR form
    with 1 x 1 shortcuts), resnet18, resnet34, resnet50 (torchvision's form and names). */
@@ -1113,7 +1198,8 @@ MPT_API MPT_CHECKED mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_bat
                                                    mpt_overflow *out);
 /* One epoch of data in inference mode: each record counts once. */
 MPT_API MPT_CHECKED mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out);
-/* Probabilities (num_valid of the first lane, classes), row by row into probabilities. */
+/* Probabilities (num_valid of the first lane, classes), row by row into probabilities. The batch
+   needs no labels. */
 MPT_API MPT_CHECKED mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch,
                                            float *probabilities);
 MPT_API int64_t
@@ -1254,7 +1340,8 @@ typedef struct mpt_pointwise_args {
 typedef struct mpt_dropout_args {
     const void *x;              /* (n,per_sample): x in forward, dy in backward */
     void *y;                    /* (n,per_sample): y in forward, dx in backward; may be x */
-    const uint64_t *sample_ids; /* (n); NULL: the slot's number */
+    const uint64_t *sample_ids; /* (n); NULL: first_id + the slot's number */
+    uint64_t first_id;
     uint64_t seed;
     int64_t epoch; /* or the step, where samples have no ids; 24 bits count */
     int layer;     /* 0 .. 191: number of the dropout layer in its model */
@@ -1277,7 +1364,7 @@ typedef struct mpt_softmax_stats { /* over the slots that count and have a label
 typedef struct mpt_softmax_xent_args {
     const void *logits; /* (n,classes) */
     const int32_t
-        *labels;   /* (n), 0 .. classes-1; -1: no label, so no loss and a gradient of zero */
+        *labels; /* (n), 0 .. classes-1; -1 or NULL: no label, so no loss, a gradient of zero */
     void *dlogits; /* (n,classes) = grad_scale * dloss/dlogits; NULL in evaluation; may be logits */
     float *probabilities;     /* (n,classes) or NULL */
     mpt_softmax_stats *stats; /* out */
@@ -10417,7 +10504,7 @@ enum { MPTI_RANDOM_DROPOUT = 64, MPTI_MAX_DROPOUT_LAYERS = 192 };
    probability * 2^32. at is a multiple of 4, being one of MPTI_SPAN. */
 static void mpti_dropout_span(const mpt_dropout_args *d, int64_t sample, int64_t at,
                               float x[MPTI_SPAN]) {
-    const uint64_t id = d->sample_ids ? d->sample_ids[sample] : (uint64_t)sample;
+    const uint64_t id = d->sample_ids ? d->sample_ids[sample] : d->first_id + (uint64_t)sample;
     const int64_t size = mpti_min64(d->per_sample - at, MPTI_SPAN);
     const double limit = (double)d->probability * 4294967296.0;
     const float scale = d->probability < 1 ? 1.0f / (1.0f - d->probability) : 0.0f;
@@ -10598,7 +10685,7 @@ static void mpti_softmax_range(void *user, int64_t chunk, int64_t begin, int64_t
 
     memset(part, 0, 4 * sizeof(double));
     for (row = begin; row < end; row++) {
-        const int label = row < a->num_valid ? a->labels[row] : -1;
+        const int label = a->labels && row < a->num_valid ? a->labels[row] : -1;
         if (row >= a->num_valid) {
             if (a->dlogits)
                 mpti_zero(a->dtype, a->dlogits, row * a->classes, (row + 1) * a->classes);
@@ -10633,7 +10720,7 @@ static mpt_result mpti_softmax_check(const mpti_cpu *cpu, const char *op,
     if (rc) return rc;
     if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
         return mpti_op_error(cpu, op, "label_smoothing must be 0 .. 1");
-    for (i = 0; i < a->num_valid; i++) {
+    for (i = 0; i < a->num_valid && a->labels; i++) {
         if (a->labels[i] >= -1 && a->labels[i] < a->classes) continue;
         return mpti_report(
             cpu->ctx,
@@ -11152,6 +11239,8 @@ MPT_API int mpt_dropout(mpt_model *m, int x, float p) {
     if (!node) return -1;
     if (!(p >= 0 && p < 1))
         return mpti_model_fail(m, node->kind, "p must be in 0 .. 1, 1 excluded");
+    if (node->number >= MPTI_MAX_DROPOUT_LAYERS)
+        return mpti_model_fail(m, node->kind, "a model has at most 192 dropout layers");
     node->probability = p;
     return mpti_model_keep(m, node, 0, 0);
 }
@@ -11185,6 +11274,8 @@ MPT_API int mpt_custom(mpt_model *m, const int *inputs, int num_inputs,
     node = mpti_model_add(m, MPTI_KIND_CUSTOM, inputs, num_inputs);
     if (!node) return -1;
     node->custom = *desc;
+    if (desc->name && strlen(desc->name) > 48)
+        return mpti_model_fail(m, MPTI_KIND_CUSTOM, "its name must have at most 48 bytes");
     if (desc->name) snprintf(node->name, sizeof node->name, "%s%d", desc->name, node->number);
     rc = mpti_custom_infer(m, node, 1, &out, &num_params, &workspace);
     if (rc) {
@@ -11205,8 +11296,13 @@ MPT_API int mpt_custom(mpt_model *m, const int *inputs, int num_inputs,
 }
 
 MPT_API int mpt_name(mpt_model *m, int x, const char *name) {
+    size_t size;
+
     if (!m || x < 1 || x >= m->num_nodes || !name) return x;
-    snprintf(m->nodes[x].name, MPTI_NAME_BYTES, "%s", name);
+    size = strlen(name);
+    if (size == 0 || size >= MPTI_NAME_BYTES)
+        return mpti_model_fail(m, m->nodes[x].kind, "a layer's name must have 1 .. 63 bytes");
+    memcpy(m->nodes[x].name, name, size + 1);
     return x;
 }
 
@@ -11239,8 +11335,9 @@ typedef struct mpti_net {
     bool training;
     uint64_t seed;
     int64_t step;
-    const uint64_t *sample_ids;
-    const int32_t *labels;
+    const uint64_t *sample_ids; /* (capacity) or NULL: first_id + the slot's number */
+    uint64_t first_id;
+    const int32_t *labels; /* (capacity) or NULL: none */
     float label_smoothing, grad_scale;
     float *probabilities; /* NULL, or (capacity, classes) */
     mpt_softmax_stats stats;
@@ -11378,6 +11475,7 @@ static mpt_dropout_args mpti_dropout_args(const mpti_net *net, const mpti_node *
     a.per_sample = mpti_node_elements(node);
     a.dtype = net->dtype;
     a.sample_ids = net->sample_ids;
+    a.first_id = net->first_id;
     a.seed = net->seed;
     a.epoch = net->step;
     a.layer = node->number;
@@ -11902,7 +12000,7 @@ static void mpti_model_fuse(mpt_model *m) {
 
 /* Why the model can't end here; err is filled in then. */
 static mpt_result mpti_model_check_end(const mpt_model *m, int logits, mpt_error *err) {
-    int v;
+    int v, other;
 
     if (m->logits >= 0)
         return MPTI_FAIL(err, MPT_ERR_INVALID_STATE, "the model is finished already");
@@ -11918,6 +12016,12 @@ static mpt_result mpti_model_check_end(const mpt_model *m, int logits, mpt_error
             return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
                              "mpt_model_finish: no layer reads the output of layer %d (%s)", v,
                              m->nodes[v].name);
+    for (v = 0; v < m->num_nodes; v++)
+        for (other = 0; other < v; other++)
+            if (!strcmp(m->nodes[v].name, m->nodes[other].name))
+                return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                                 "mpt_model_finish: layers %d and %d are both named %s", other, v,
+                                 m->nodes[v].name);
     if (m->num_params == 0)
         return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
                          "mpt_model_finish: nothing to learn in this model");
@@ -12161,6 +12265,102 @@ static mpt_result mpti_net_lay_out(mpti_net *net) {
     mpti_layout_gradients(m, l);
     net->num_valid = net->capacity;
     return mpti_net_workspace(net);
+}
+
+/* ---- initial weights ------------------------------------------------------------------------- */
+/* (1 + cos(pi u)) / 2 for u in 0 .. 1, within 2^-50, and near u = 1 within 2^-50 of itself.
+   It is cos^2 = 1 - sin^2 of pi u / 2; seen from the nearer end the angle y is at most pi/4, where
+   sin y = y (1 - y^2/(2 3) (1 - y^2/(4 5) (1 - ...))) up to y^15 leaves out y^17/17! < 2^-54. */
+static double mpti_half_cosine(double u) {
+    bool late = u > 0.5;
+    double y = (late ? 1 - u : u) * 1.5707963267948966, sine = 1;
+    int k;
+
+    for (k = 14; k >= 2; k -= 2) sine = 1 - y * y * sine / (k * (k + 1));
+    sine *= y;
+    return late ? sine * sine : (1 - sine) * (1 + sine);
+}
+
+static double mpti_cos_turn(double turn) { /* cos(2 pi turn), turn in 0 .. 1 */
+    return 2 * mpti_half_cosine(turn <= 0.5 ? 2 * turn : 2 - 2 * turn) - 1;
+}
+
+/* Two normal numbers from two words (Box and Muller 1958), with our own log, cosine and sine: the
+   same bits on every machine. */
+static void mpti_normal_pair(const uint32_t random[2], float out[2]) {
+    double u = ((double)random[0] + 1) / 4294967296.0, turn = (double)random[1] / 4294967296.0;
+    double radius = sqrt(-2 * mpti_ln(u));
+
+    out[0] = (float)(radius * mpti_cos_turn(turn));
+    out[1] = (float)(radius * mpti_cos_turn(turn < 0.25 ? turn + 0.75 : turn - 0.25)); /* sine */
+}
+
+static void mpti_init_normal(float *w, int64_t n, float deviation, uint64_t seed, uint32_t layer) {
+    uint32_t random[4];
+    float pair[4];
+    int64_t i;
+
+    for (i = 0; i < n; i++) {
+        if (i % 4 == 0) {
+            mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
+            mpti_normal_pair(random, pair);
+            mpti_normal_pair(random + 2, pair + 2);
+        }
+        w[i] = deviation * pair[i % 4];
+    }
+}
+
+static void mpti_init_uniform(float *w, int64_t n, float bound, uint64_t seed, uint32_t layer) {
+    uint32_t random[4];
+    int64_t i;
+
+    for (i = 0; i < n; i++) {
+        if (i % 4 == 0) mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
+        w[i] = bound * (float)(2 * mpti_uniform(random[i % 4]) - 1);
+    }
+}
+
+/* A seed of its own for each custom layer. */
+static mpt_result mpti_init_custom(const mpt_model *m, int v, uint64_t seed, float *w) {
+    const mpti_node *node = &m->nodes[v];
+    uint32_t random[4];
+    mpt_result rc;
+
+    if (!node->custom.init || node->num_params == 0) return MPT_OK;
+    mpti_random4(seed, 0, 0, (uint32_t)v, MPTI_RANDOM_INIT, random);
+    rc = node->custom.init(w, (size_t)node->num_params, (uint64_t)random[0] << 32 | random[1],
+                           node->custom.user);
+    if (rc == MPT_OK) return MPT_OK;
+    return MPTI_FAIL(&m->ctx->error, rc, "init of layer %s failed: %s", node->name,
+                     mpt_result_string(rc));
+}
+
+/* params (num_params) and running (num_stats) are zeros. */
+static mpt_result mpti_model_init(const mpt_model *m, uint64_t seed, float *params,
+                                  float *running) {
+    mpt_result rc = MPT_OK;
+    int v, c;
+
+    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
+        const mpti_node *node = &m->nodes[v];
+        float *w = params + (node->param_offset < 0 ? 0 : node->param_offset);
+        if (node->kind == MPTI_KIND_CONV2D) { /* biases stay 0 */
+            double fan_out = (double)node->c * node->kernel * node->kernel;
+            mpti_init_normal(w, mpti_node_weights(node), (float)sqrt(2.0 / fan_out), seed,
+                             (uint32_t)v);
+        } else if (node->kind == MPTI_KIND_DENSE) {
+            double fan_in = (double)mpti_node_elements(&m->nodes[node->in[0]]);
+            mpti_init_uniform(w, node->num_params, (float)(1 / sqrt(fan_in)), seed, (uint32_t)v);
+        } else if (node->kind == MPTI_KIND_BATCHNORM) {
+            for (c = 0; c < node->c; c++) {
+                w[c] = node->zero_init_gamma ? 0 : 1;
+                running[node->stat_offset + node->c + c] = 1;
+            }
+        } else if (node->kind == MPTI_KIND_CUSTOM) {
+            rc = mpti_init_custom(m, v, seed, w);
+        }
+    }
+    return rc;
 }
 
 /* ---- the zoo --------------------------------------------------------------------------------- */
@@ -12786,19 +12986,6 @@ static double mpti_power(double x, int64_t k) { /* x^k by squaring */
     return result;
 }
 
-/* (1 + cos(pi u)) / 2 for u in 0 .. 1, within 2^-50, and near u = 1 within 2^-50 of itself.
-   It is cos^2 = 1 - sin^2 of pi u / 2; seen from the nearer end the angle y is at most pi/4, where
-   sin y = y (1 - y^2/(2 3) (1 - y^2/(4 5) (1 - ...))) up to y^15 leaves out y^17/17! < 2^-54. */
-static double mpti_half_cosine(double u) {
-    bool late = u > 0.5;
-    double y = (late ? 1 - u : u) * 1.5707963267948966, sine = 1;
-    int k;
-
-    for (k = 14; k >= 2; k -= 2) sine = 1 - y * y * sine / (k * (k + 1));
-    sine *= y;
-    return late ? sine * sine : (1 - sine) * (1 + sine);
-}
-
 /* From `to` (f = 0) to `from` (f = 1). */
 static float mpti_mix(float from, float to, double f) {
     return to + (float)(((double)from - (double)to) * f);
@@ -13395,89 +13582,6 @@ MPT_API mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_desc *desc, in
     return mpti_report(m->ctx, rc);
 }
 
-/* ---- initial weights ------------------------------------------------------------------------- */
-static double mpti_cos_turn(double turn) { /* cos(2 pi turn), turn in 0 .. 1 */
-    return 2 * mpti_half_cosine(turn <= 0.5 ? 2 * turn : 2 - 2 * turn) - 1;
-}
-
-/* Two normal numbers from two words (Box and Muller 1958), with our own log, cosine and sine: the
-   same bits on every machine. */
-static void mpti_normal_pair(const uint32_t random[2], float out[2]) {
-    double u = ((double)random[0] + 1) / 4294967296.0, turn = (double)random[1] / 4294967296.0;
-    double radius = sqrt(-2 * mpti_ln(u));
-
-    out[0] = (float)(radius * mpti_cos_turn(turn));
-    out[1] = (float)(radius * mpti_cos_turn(turn < 0.25 ? turn + 0.75 : turn - 0.25)); /* sine */
-}
-
-static void mpti_init_normal(float *w, int64_t n, float deviation, uint64_t seed, uint32_t layer) {
-    uint32_t random[4];
-    float pair[4];
-    int64_t i;
-
-    for (i = 0; i < n; i++) {
-        if (i % 4 == 0) {
-            mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
-            mpti_normal_pair(random, pair);
-            mpti_normal_pair(random + 2, pair + 2);
-        }
-        w[i] = deviation * pair[i % 4];
-    }
-}
-
-static void mpti_init_uniform(float *w, int64_t n, float bound, uint64_t seed, uint32_t layer) {
-    uint32_t random[4];
-    int64_t i;
-
-    for (i = 0; i < n; i++) {
-        if (i % 4 == 0) mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
-        w[i] = bound * (float)(2 * mpti_uniform(random[i % 4]) - 1);
-    }
-}
-
-/* A seed of its own for each custom layer. */
-static mpt_result mpti_init_custom(mpt_trainer *t, int v, float *w) {
-    const mpti_node *node = &t->model->nodes[v];
-    uint32_t random[4];
-    mpt_result rc;
-
-    if (!node->custom.init || node->num_params == 0) return MPT_OK;
-    mpti_random4(t->desc.seed, 0, 0, (uint32_t)v, MPTI_RANDOM_INIT, random);
-    rc = node->custom.init(w, (size_t)node->num_params, (uint64_t)random[0] << 32 | random[1],
-                           node->custom.user);
-    if (rc == MPT_OK) return MPT_OK;
-    return MPTI_FAIL(&t->ctx->error, rc, "init of layer %s failed: %s", node->name,
-                     mpt_result_string(rc));
-}
-
-static mpt_result mpti_trainer_init_weights(mpt_trainer *t) {
-    const mpt_model *m = t->model;
-    uint64_t seed = t->desc.seed;
-    mpt_result rc = MPT_OK;
-    int v, c;
-
-    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
-        const mpti_node *node = &m->nodes[v];
-        float *w = t->masters + (node->param_offset < 0 ? 0 : node->param_offset);
-        if (node->kind == MPTI_KIND_CONV2D) { /* biases stay 0 */
-            double fan_out = (double)node->c * node->kernel * node->kernel;
-            mpti_init_normal(w, mpti_node_weights(node), (float)sqrt(2.0 / fan_out), seed,
-                             (uint32_t)v);
-        } else if (node->kind == MPTI_KIND_DENSE) {
-            double fan_in = (double)mpti_node_elements(&m->nodes[node->in[0]]);
-            mpti_init_uniform(w, node->num_params, (float)(1 / sqrt(fan_in)), seed, (uint32_t)v);
-        } else if (node->kind == MPTI_KIND_BATCHNORM) {
-            for (c = 0; c < node->c; c++) {
-                w[c] = node->zero_init_gamma ? 0 : 1;
-                t->running[node->stat_offset + node->c + c] = 1;
-            }
-        } else if (node->kind == MPTI_KIND_CUSTOM) {
-            rc = mpti_init_custom(t, v, w);
-        }
-    }
-    return rc;
-}
-
 /* The 16-bit copy follows the masters. */
 static mpt_result mpti_trainer_narrow(mpt_trainer *t) {
     mpt_cast_args a;
@@ -13626,7 +13730,7 @@ MPT_API mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc
     if (rc == MPT_OK) rc = mpti_trainer_make_lists(t);
     if (rc == MPT_OK) {
         mpti_trainer_place(t);
-        rc = mpti_trainer_init_weights(t);
+        rc = mpti_model_init(m, t->desc.seed, t->masters, t->running);
     }
     if (rc == MPT_OK) rc = mpti_trainer_weights_changed(t);
     if (rc) {
@@ -13700,12 +13804,13 @@ static void mpti_totals_add(mpti_totals *totals, const mpt_softmax_stats *stats,
     totals->num_correct_top5 += stats->num_correct_top5;
 }
 
-/* Sets what a training pass needs; the scale divides by a count that every microbatch of the step
-   knows: the records that would fit. mpt_trainer_apply puts it right. */
-static void mpti_trainer_begin_pass(mpt_trainer *t, int64_t step, float scale) {
+/* Sets what a training pass of microbatch number `index` of a step needs. The scale divides by a
+   count that every microbatch knows, the records that would fit; mpt_trainer_apply corrects it. */
+static void mpti_trainer_begin_pass(mpt_trainer *t, int64_t step, int64_t index, float scale) {
     t->net.gradients = t->rows[t->depth];
     t->net.training = true;
     t->net.step = step;
+    t->net.first_id = (uint64_t)index * (uint64_t)t->net.capacity;
     t->net.grad_scale = scale / (float)((int64_t)t->batch_size * t->desc.accumulate_steps);
     memset(&t->net.stats, 0, sizeof t->net.stats);
 }
@@ -13715,7 +13820,7 @@ static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mp
     mpt_result rc;
     int64_t i;
 
-    mpti_trainer_begin_pass(t, t->step, t->scaler.scale);
+    mpti_trainer_begin_pass(t, t->step, t->microbatches, t->scaler.scale);
     rc = mpti_net_forward(&t->net, images, dtype);
     if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
     if (rc == MPT_OK) rc = mpti_net_backward(&t->net);
@@ -13748,13 +13853,11 @@ static mpt_result mpti_trainer_check_batch(const mpt_trainer *t, const mpt_batch
     mpt_error *err = &t->ctx->error;
     int64_t lanes = mpti_lane_count(b), lane;
 
-    if (!x->data || !b->labels.data || x->num_dims != 4 || x->dims[0] < 1 ||
-        x->dims[0] % lanes != 0 || b->labels.num_dims != 1 || b->labels.dims[0] != x->dims[0] ||
-        b->labels.dtype != MPT_I32 ||
+    if (!x->data || x->num_dims != 4 || x->dims[0] < 1 || x->dims[0] % lanes != 0 ||
         (x->dtype != MPT_U8 && x->dtype != MPT_F32 && x->dtype != MPT_F16))
         return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
-                         "mpt_batch: images must be (N,H,W,C) of U8, F32 or F16, labels (N) of "
-                         "I32, N a multiple of num_lanes");
+                         "mpt_batch: images must be (N,H,W,C) of U8, F32 or F16, N a multiple of "
+                         "num_lanes");
     if (x->dims[1] != input->h || x->dims[2] != input->w || x->dims[3] != input->c)
         return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
                          "the batch has pictures of (%lld,%lld,%lld), the model takes (%d,%d,%d)",
@@ -13776,6 +13879,10 @@ static mpt_result mpti_trainer_check_labels(const mpt_trainer *t, const mpt_batc
     int classes = t->model->nodes[t->model->logits].c;
     int64_t lane, i;
 
+    if (!labels || b->labels.num_dims != 1 || b->labels.dims[0] != b->images.dims[0] ||
+        b->labels.dtype != MPT_I32)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_batch: labels must be (N) of I32, with images' N");
     for (lane = 0; lane < mpti_lane_count(b); lane++)
         for (i = 0; i < mpti_lane_valid(b, lane, capacity); i++)
             if (labels[lane * capacity + i] < 0 || labels[lane * capacity + i] >= classes)
@@ -13810,7 +13917,7 @@ static const void *mpti_trainer_point(mpt_trainer *t, const mpt_batch *b, int64_
                      mpt_dtype_size(b->images.dtype);
 
     t->net.num_valid = (int)n;
-    t->net.labels = (const int32_t *)b->labels.data + slot;
+    t->net.labels = b->labels.data ? (const int32_t *)b->labels.data + slot : NULL;
     t->net.sample_ids = b->sample_ids ? b->sample_ids + slot : NULL;
     return (const uint8_t *)b->images.data + picture * (size_t)slot;
 }
@@ -13881,9 +13988,11 @@ static void mpti_trainer_update_statistics(mpt_trainer *t, const mpti_update *u)
 
     for (v = 1; v < m->num_nodes && !u->skip; v++) {
         const mpti_node *node = &m->nodes[v];
-        float *running = t->running + node->stat_offset;
-        const float *sum = t->rows[0] + m->num_params + node->stat_offset;
+        float *running;
+        const float *sum;
         if (node->kind != MPTI_KIND_BATCHNORM) continue;
+        running = t->running + node->stat_offset;
+        sum = t->rows[0] + m->num_params + node->stat_offset;
         for (i = 0; i < 2 * node->c; i++)
             running[i] += node->momentum * (sum[i] / total - running[i]);
     }
@@ -13912,8 +14021,18 @@ static mpt_result mpti_trainer_stuck(const mpt_trainer *t) {
                      t->scaler.skips_at_min, (double)t->scaler.scale, name, (long long)element);
 }
 
+/* Statistics count too: a batch whose variance is inf has finite gradients, and would leave an inf
+   in the running variance for ever. */
 static mpt_result mpti_trainer_check_gradients(mpt_trainer *t, mpti_update *u) {
-    return mpti_gradients_check(&t->optimizer, &u->params, u->unscale, &u->nonfinite, &u->norm);
+    const float *statistics = t->rows[0] + t->model->num_params;
+    int64_t i;
+    mpt_result rc =
+        mpti_gradients_check(&t->optimizer, &u->params, u->unscale, &u->nonfinite, &u->norm);
+
+    for (i = 0; i < t->model->num_stats && rc == MPT_OK; i++)
+        if (!mpti_is_finite(statistics[i])) u->nonfinite = true;
+    if (u->nonfinite) u->norm = 0;
+    return rc;
 }
 
 static void mpti_trainer_rate(const mpt_trainer *t, mpti_update *u) {
@@ -14073,7 +14192,7 @@ static mpt_result mpti_trainer_find_overflow(mpt_trainer *t, const mpt_batch *b,
     out->scale = scale;
     for (i = 0; i < mpti_lane_count(b) * t->desc.slices && rc == MPT_OK && !out->found; i++) {
         const void *images = mpti_trainer_slice(t, b, i);
-        mpti_trainer_begin_pass(t, t->step - 1, scale);
+        mpti_trainer_begin_pass(t, t->step - 1, i, scale);
         rc = mpti_overflow_forward(&t->net, images, b->images.dtype, out);
         if (rc == MPT_OK && !out->found) rc = mpti_overflow_backward(&t->net, out);
         if (rc) rc = mpti_trainer_step_failed(t, rc);
@@ -14170,15 +14289,18 @@ MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *o
 
 MPT_API mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch, float *probabilities) {
     mpti_totals totals;
+    mpt_batch pictures;
     int64_t capacity;
     mpt_result rc;
 
     if (!t || !batch || !probabilities) return MPT_ERR_INVALID_ARGUMENT;
     memset(&totals, 0, sizeof totals);
-    rc = mpti_trainer_check_batch(t, batch, &capacity);
+    pictures = *batch;
+    pictures.labels.data = NULL;
+    rc = mpti_trainer_check_batch(t, &pictures, &capacity);
     if (rc == MPT_OK)
-        rc = mpti_trainer_infer(t, batch, 0, mpti_lane_valid(batch, 0, capacity), probabilities,
-                                &totals);
+        rc = mpti_trainer_infer(t, &pictures, 0, mpti_lane_valid(batch, 0, capacity),
+                                probabilities, &totals);
     return mpti_report(t->ctx, rc);
 }
 
