@@ -813,7 +813,7 @@ typedef struct mpt_custom_args {
     int training;               /* 0: evaluation */
 } mpt_custom_args;
 typedef struct mpt_custom_desc {
-    const char *name; /* for messages; default: "custom" */
+    const char *name; /* for messages, at most 48 bytes; default: "custom" */
     /* From in[num_in] (only shapes; dims[0] is the number of records, 1 while the model is built)
        to the shape of out, the number of parameters and the bytes of workspace, all of them zero
        before the call. A result other than MPT_OK is a wiring error. */
@@ -827,8 +827,8 @@ typedef struct mpt_custom_desc {
 } mpt_custom_desc;
 MPT_API int mpt_custom(mpt_model *m, const int *inputs, int num_inputs,
                        const mpt_custom_desc *desc);
-/* Names the layer whose output is x, for messages and files: "layer1.0.conv1". Without a name it is
-   called by kind and number. Returns x. */
+/* Names the layer whose output is x, for messages and files: "layer1.0.conv1", at most 63 bytes, no
+   name twice. Without a name it is called by kind and number. Returns x, or -1. */
 MPT_API int mpt_name(mpt_model *m, int x, const char *name);
 /* Logits of a network by name: lenet, mlp, resnet20, resnet32, resnet56 (He et al. 2016, CIFAR form
    with 1 x 1 shortcuts), resnet18, resnet34, resnet50 (torchvision's form and names). */
@@ -1198,7 +1198,8 @@ MPT_API MPT_CHECKED mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_bat
                                                    mpt_overflow *out);
 /* One epoch of data in inference mode: each record counts once. */
 MPT_API MPT_CHECKED mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out);
-/* Probabilities (num_valid of the first lane, classes), row by row into probabilities. */
+/* Probabilities (num_valid of the first lane, classes), row by row into probabilities. The batch
+   needs no labels. */
 MPT_API MPT_CHECKED mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch,
                                            float *probabilities);
 MPT_API int64_t
@@ -1339,7 +1340,8 @@ typedef struct mpt_pointwise_args {
 typedef struct mpt_dropout_args {
     const void *x;              /* (n,per_sample): x in forward, dy in backward */
     void *y;                    /* (n,per_sample): y in forward, dx in backward; may be x */
-    const uint64_t *sample_ids; /* (n); NULL: the slot's number */
+    const uint64_t *sample_ids; /* (n); NULL: first_id + the slot's number */
+    uint64_t first_id;
     uint64_t seed;
     int64_t epoch; /* or the step, where samples have no ids; 24 bits count */
     int layer;     /* 0 .. 191: number of the dropout layer in its model */
@@ -1362,7 +1364,7 @@ typedef struct mpt_softmax_stats { /* over the slots that count and have a label
 typedef struct mpt_softmax_xent_args {
     const void *logits; /* (n,classes) */
     const int32_t
-        *labels;   /* (n), 0 .. classes-1; -1: no label, so no loss and a gradient of zero */
+        *labels; /* (n), 0 .. classes-1; -1 or NULL: no label, so no loss, a gradient of zero */
     void *dlogits; /* (n,classes) = grad_scale * dloss/dlogits; NULL in evaluation; may be logits */
     float *probabilities;     /* (n,classes) or NULL */
     mpt_softmax_stats *stats; /* out */
@@ -10502,7 +10504,7 @@ enum { MPTI_RANDOM_DROPOUT = 64, MPTI_MAX_DROPOUT_LAYERS = 192 };
    probability * 2^32. at is a multiple of 4, being one of MPTI_SPAN. */
 static void mpti_dropout_span(const mpt_dropout_args *d, int64_t sample, int64_t at,
                               float x[MPTI_SPAN]) {
-    const uint64_t id = d->sample_ids ? d->sample_ids[sample] : (uint64_t)sample;
+    const uint64_t id = d->sample_ids ? d->sample_ids[sample] : d->first_id + (uint64_t)sample;
     const int64_t size = mpti_min64(d->per_sample - at, MPTI_SPAN);
     const double limit = (double)d->probability * 4294967296.0;
     const float scale = d->probability < 1 ? 1.0f / (1.0f - d->probability) : 0.0f;
@@ -10683,7 +10685,7 @@ static void mpti_softmax_range(void *user, int64_t chunk, int64_t begin, int64_t
 
     memset(part, 0, 4 * sizeof(double));
     for (row = begin; row < end; row++) {
-        const int label = row < a->num_valid ? a->labels[row] : -1;
+        const int label = a->labels && row < a->num_valid ? a->labels[row] : -1;
         if (row >= a->num_valid) {
             if (a->dlogits)
                 mpti_zero(a->dtype, a->dlogits, row * a->classes, (row + 1) * a->classes);
@@ -10718,7 +10720,7 @@ static mpt_result mpti_softmax_check(const mpti_cpu *cpu, const char *op,
     if (rc) return rc;
     if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
         return mpti_op_error(cpu, op, "label_smoothing must be 0 .. 1");
-    for (i = 0; i < a->num_valid; i++) {
+    for (i = 0; i < a->num_valid && a->labels; i++) {
         if (a->labels[i] >= -1 && a->labels[i] < a->classes) continue;
         return mpti_report(
             cpu->ctx,
@@ -11272,6 +11274,8 @@ MPT_API int mpt_custom(mpt_model *m, const int *inputs, int num_inputs,
     node = mpti_model_add(m, MPTI_KIND_CUSTOM, inputs, num_inputs);
     if (!node) return -1;
     node->custom = *desc;
+    if (desc->name && strlen(desc->name) > 48)
+        return mpti_model_fail(m, MPTI_KIND_CUSTOM, "its name must have at most 48 bytes");
     if (desc->name) snprintf(node->name, sizeof node->name, "%s%d", desc->name, node->number);
     rc = mpti_custom_infer(m, node, 1, &out, &num_params, &workspace);
     if (rc) {
@@ -11292,8 +11296,13 @@ MPT_API int mpt_custom(mpt_model *m, const int *inputs, int num_inputs,
 }
 
 MPT_API int mpt_name(mpt_model *m, int x, const char *name) {
+    size_t size;
+
     if (!m || x < 1 || x >= m->num_nodes || !name) return x;
-    snprintf(m->nodes[x].name, MPTI_NAME_BYTES, "%s", name);
+    size = strlen(name);
+    if (size == 0 || size >= MPTI_NAME_BYTES)
+        return mpti_model_fail(m, m->nodes[x].kind, "a layer's name must have 1 .. 63 bytes");
+    memcpy(m->nodes[x].name, name, size + 1);
     return x;
 }
 
@@ -11326,8 +11335,9 @@ typedef struct mpti_net {
     bool training;
     uint64_t seed;
     int64_t step;
-    const uint64_t *sample_ids;
-    const int32_t *labels;
+    const uint64_t *sample_ids; /* (capacity) or NULL: first_id + the slot's number */
+    uint64_t first_id;
+    const int32_t *labels; /* (capacity) or NULL: none */
     float label_smoothing, grad_scale;
     float *probabilities; /* NULL, or (capacity, classes) */
     mpt_softmax_stats stats;
@@ -11465,6 +11475,7 @@ static mpt_dropout_args mpti_dropout_args(const mpti_net *net, const mpti_node *
     a.per_sample = mpti_node_elements(node);
     a.dtype = net->dtype;
     a.sample_ids = net->sample_ids;
+    a.first_id = net->first_id;
     a.seed = net->seed;
     a.epoch = net->step;
     a.layer = node->number;
@@ -11866,7 +11877,7 @@ static mpt_result mpti_net_loss(mpti_net *net) {
     a.dlogits = net->training ? mpti_net_gradient(net, logits) : NULL;
     a.probabilities = net->probabilities;
     a.stats = &net->stats;
-    a.n = net->capacity;
+    a.n = net->probabilities ? net->num_valid : net->capacity; /* the caller's rows end there */
     a.num_valid = net->num_valid;
     a.classes = net->model->nodes[logits].c;
     a.label_smoothing = net->training ? net->label_smoothing : 0;
@@ -11989,7 +12000,7 @@ static void mpti_model_fuse(mpt_model *m) {
 
 /* Why the model can't end here; err is filled in then. */
 static mpt_result mpti_model_check_end(const mpt_model *m, int logits, mpt_error *err) {
-    int v;
+    int v, other;
 
     if (m->logits >= 0)
         return MPTI_FAIL(err, MPT_ERR_INVALID_STATE, "the model is finished already");
@@ -12005,6 +12016,12 @@ static mpt_result mpti_model_check_end(const mpt_model *m, int logits, mpt_error
             return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
                              "mpt_model_finish: no layer reads the output of layer %d (%s)", v,
                              m->nodes[v].name);
+    for (v = 0; v < m->num_nodes; v++)
+        for (other = 0; other < v; other++)
+            if (!strcmp(m->nodes[v].name, m->nodes[other].name))
+                return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                                 "mpt_model_finish: layers %d and %d are both named %s", other, v,
+                                 m->nodes[v].name);
     if (m->num_params == 0)
         return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
                          "mpt_model_finish: nothing to learn in this model");
@@ -12931,8 +12948,10 @@ static mpt_result mpti_schedule_desc_check(const mpt_schedule_desc *d, int64_t t
                        d->kind == MPT_SCHEDULE_ONE_CYCLE;
     const char *wrong = (unsigned)d->kind > MPT_SCHEDULE_ONE_CYCLE ? "kind is unknown"
                         : d->warmup_steps < 0 ? "warmup_steps must be at least 0"
+                        : needs_total && total_steps < 1
+                            ? "kind: cosine, poly and one-cycle need the number of total_steps"
                         : needs_total && d->warmup_steps >= total_steps
-                            ? "warmup_steps must be below the number of steps"
+                            ? "warmup_steps must be below the number of total_steps"
                         : !mpti_is_within(d->warmup_start, 0, 1) ? "warmup_start must be in 0 .. 1"
                         : !mpti_is_within(d->end_factor, 0, 1)   ? "end_factor must be in 0 .. 1"
                         : !mpti_is_within(d->decay_factor, 1e-30f, 1)
@@ -13661,6 +13680,7 @@ static void mpti_trainer_place(mpt_trainer *t) {
     t->net.weights = t->half ? (const void *)t->half : (const void *)t->masters;
     t->net.running = t->running;
     t->net.batch = t->batch;
+    t->net.gradients = t->rows[0];
     t->net.seed = t->desc.seed;
     t->net.label_smoothing = t->desc.label_smoothing;
 }
@@ -13787,12 +13807,13 @@ static void mpti_totals_add(mpti_totals *totals, const mpt_softmax_stats *stats,
     totals->num_correct_top5 += stats->num_correct_top5;
 }
 
-/* Sets what a training pass needs; the scale divides by a count that every microbatch of the step
-   knows: the records that would fit. mpt_trainer_apply puts it right. */
-static void mpti_trainer_begin_pass(mpt_trainer *t, int64_t step, float scale) {
+/* Sets what a training pass of microbatch number `index` of a step needs. The scale divides by a
+   count that every microbatch knows, the records that would fit; mpt_trainer_apply corrects it. */
+static void mpti_trainer_begin_pass(mpt_trainer *t, int64_t step, int64_t index, float scale) {
     t->net.gradients = t->rows[t->depth];
     t->net.training = true;
     t->net.step = step;
+    t->net.first_id = (uint64_t)index * (uint64_t)t->net.capacity;
     t->net.grad_scale = scale / (float)((int64_t)t->batch_size * t->desc.accumulate_steps);
     memset(&t->net.stats, 0, sizeof t->net.stats);
 }
@@ -13802,7 +13823,7 @@ static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mp
     mpt_result rc;
     int64_t i;
 
-    mpti_trainer_begin_pass(t, t->step, t->scaler.scale);
+    mpti_trainer_begin_pass(t, t->step, t->microbatches, t->scaler.scale);
     rc = mpti_net_forward(&t->net, images, dtype);
     if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
     if (rc == MPT_OK) rc = mpti_net_backward(&t->net);
@@ -13835,13 +13856,11 @@ static mpt_result mpti_trainer_check_batch(const mpt_trainer *t, const mpt_batch
     mpt_error *err = &t->ctx->error;
     int64_t lanes = mpti_lane_count(b), lane;
 
-    if (!x->data || !b->labels.data || x->num_dims != 4 || x->dims[0] < 1 ||
-        x->dims[0] % lanes != 0 || b->labels.num_dims != 1 || b->labels.dims[0] != x->dims[0] ||
-        b->labels.dtype != MPT_I32 ||
+    if (!x->data || x->num_dims != 4 || x->dims[0] < 1 || x->dims[0] % lanes != 0 ||
         (x->dtype != MPT_U8 && x->dtype != MPT_F32 && x->dtype != MPT_F16))
         return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
-                         "mpt_batch: images must be (N,H,W,C) of U8, F32 or F16, labels (N) of "
-                         "I32, N a multiple of num_lanes");
+                         "mpt_batch: images must be (N,H,W,C) of U8, F32 or F16, N a multiple of "
+                         "num_lanes");
     if (x->dims[1] != input->h || x->dims[2] != input->w || x->dims[3] != input->c)
         return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
                          "the batch has pictures of (%lld,%lld,%lld), the model takes (%d,%d,%d)",
@@ -13863,6 +13882,10 @@ static mpt_result mpti_trainer_check_labels(const mpt_trainer *t, const mpt_batc
     int classes = t->model->nodes[t->model->logits].c;
     int64_t lane, i;
 
+    if (!labels || b->labels.num_dims != 1 || b->labels.dims[0] != b->images.dims[0] ||
+        b->labels.dtype != MPT_I32)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_batch: labels must be (N) of I32, with images' N");
     for (lane = 0; lane < mpti_lane_count(b); lane++)
         for (i = 0; i < mpti_lane_valid(b, lane, capacity); i++)
             if (labels[lane * capacity + i] < 0 || labels[lane * capacity + i] >= classes)
@@ -13897,7 +13920,7 @@ static const void *mpti_trainer_point(mpt_trainer *t, const mpt_batch *b, int64_
                      mpt_dtype_size(b->images.dtype);
 
     t->net.num_valid = (int)n;
-    t->net.labels = (const int32_t *)b->labels.data + slot;
+    t->net.labels = b->labels.data ? (const int32_t *)b->labels.data + slot : NULL;
     t->net.sample_ids = b->sample_ids ? b->sample_ids + slot : NULL;
     return (const uint8_t *)b->images.data + picture * (size_t)slot;
 }
@@ -13968,9 +13991,11 @@ static void mpti_trainer_update_statistics(mpt_trainer *t, const mpti_update *u)
 
     for (v = 1; v < m->num_nodes && !u->skip; v++) {
         const mpti_node *node = &m->nodes[v];
-        float *running = t->running + node->stat_offset;
-        const float *sum = t->rows[0] + m->num_params + node->stat_offset;
+        float *running;
+        const float *sum;
         if (node->kind != MPTI_KIND_BATCHNORM) continue;
+        running = t->running + node->stat_offset;
+        sum = t->rows[0] + m->num_params + node->stat_offset;
         for (i = 0; i < 2 * node->c; i++)
             running[i] += node->momentum * (sum[i] / total - running[i]);
     }
@@ -13999,8 +14024,18 @@ static mpt_result mpti_trainer_stuck(const mpt_trainer *t) {
                      t->scaler.skips_at_min, (double)t->scaler.scale, name, (long long)element);
 }
 
+/* Statistics count too: a batch whose variance is inf has finite gradients, and would leave an inf
+   in the running variance for ever. */
 static mpt_result mpti_trainer_check_gradients(mpt_trainer *t, mpti_update *u) {
-    return mpti_gradients_check(&t->optimizer, &u->params, u->unscale, &u->nonfinite, &u->norm);
+    const float *statistics = t->rows[0] + t->model->num_params;
+    int64_t i;
+    mpt_result rc =
+        mpti_gradients_check(&t->optimizer, &u->params, u->unscale, &u->nonfinite, &u->norm);
+
+    for (i = 0; i < t->model->num_stats && rc == MPT_OK; i++)
+        if (!mpti_is_finite(statistics[i])) u->nonfinite = true;
+    if (u->nonfinite) u->norm = 0;
+    return rc;
 }
 
 static void mpti_trainer_rate(const mpt_trainer *t, mpti_update *u) {
@@ -14160,7 +14195,7 @@ static mpt_result mpti_trainer_find_overflow(mpt_trainer *t, const mpt_batch *b,
     out->scale = scale;
     for (i = 0; i < mpti_lane_count(b) * t->desc.slices && rc == MPT_OK && !out->found; i++) {
         const void *images = mpti_trainer_slice(t, b, i);
-        mpti_trainer_begin_pass(t, t->step - 1, scale);
+        mpti_trainer_begin_pass(t, t->step - 1, i, scale);
         rc = mpti_overflow_forward(&t->net, images, b->images.dtype, out);
         if (rc == MPT_OK && !out->found) rc = mpti_overflow_backward(&t->net, out);
         if (rc) rc = mpti_trainer_step_failed(t, rc);
@@ -14257,15 +14292,18 @@ MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *o
 
 MPT_API mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch, float *probabilities) {
     mpti_totals totals;
+    mpt_batch pictures;
     int64_t capacity;
     mpt_result rc;
 
     if (!t || !batch || !probabilities) return MPT_ERR_INVALID_ARGUMENT;
     memset(&totals, 0, sizeof totals);
-    rc = mpti_trainer_check_batch(t, batch, &capacity);
+    pictures = *batch;
+    pictures.labels.data = NULL;
+    rc = mpti_trainer_check_batch(t, &pictures, &capacity);
     if (rc == MPT_OK)
-        rc = mpti_trainer_infer(t, batch, 0, mpti_lane_valid(batch, 0, capacity), probabilities,
-                                &totals);
+        rc = mpti_trainer_infer(t, &pictures, 0, mpti_lane_valid(batch, 0, capacity),
+                                probabilities, &totals);
     return mpti_report(t->ctx, rc);
 }
 

@@ -76,7 +76,7 @@ static int train_open_data(train_run *r) {
     mpt_precision precision = mpt_trainer_desc_defaults(&d).precision;
 
     if (!r->o.evaluate) {
-        if (data_open_training(r->ctx, &r->log, &r->o, precision, &r->data))
+        if (data_open_training(r->ctx, &r->o, precision, &r->data))
             return log_fail_call(&r->log, r->ctx);
         data_tell(&r->log, "training", r->data);
     }
@@ -84,20 +84,17 @@ static int train_open_data(train_run *r) {
         log_note(&r->log, "no --val-data: nothing is evaluated");
         return CLI_RUN;
     }
-    if (data_open_validation(r->ctx, &r->log, &r->o, precision, &r->val))
+    if (data_open_validation(r->ctx, &r->o, precision, &r->val))
         return log_fail_call(&r->log, r->ctx);
     data_tell(&r->log, "validation", r->val);
     return CLI_RUN;
 }
 
-/* Evaluation needs no optimizer: so weights of any run fit. */
+/* Evaluation takes no step, so no schedule has to make sense. */
 static mpt_trainer_desc train_desc(const train_run *r, int64_t steps_per_epoch) {
     mpt_trainer_desc d = options_trainer_desc(&r->o, steps_per_epoch);
 
-    if (r->o.evaluate) {
-        d.optimizer.kind = MPT_OPTIMIZER_SGD;
-        memset(&d.schedule, 0, sizeof d.schedule);
-    }
+    if (r->o.evaluate) memset(&d.schedule, 0, sizeof d.schedule);
     return mpt_trainer_desc_defaults(&d);
 }
 
@@ -172,10 +169,12 @@ static int train_finish(train_run *r, int code) {
     }
     written = report_write(r, hash);
     if (written != CLI_RUN) return written;
-    log_note(&r->log, "%lld step%s in all, %s; %.0f images/s", (long long)steps,
-             cli_plural(steps, "s"), cli_human_time(cli_seconds() - r->begun, time),
-             r->training > 0 ? (double)r->images / r->training : 0);
+    cli_human_time(cli_seconds() - r->begun, time);
+    if (r->training > 0)
+        log_note(&r->log, "%lld step%s in all, %s; %.0f images/s", (long long)steps,
+                 cli_plural(steps, "s"), time, (double)r->images / r->training);
     log_note(&r->log, "weights_sha256 %s", hash);
+    if (r->unsaved) return CLI_EXIT_FAILURE;
     return code == CLI_RUN ? CLI_EXIT_OK : code;
 }
 
@@ -184,7 +183,7 @@ static int train_main(train_run *r, int argc, char **argv) {
 
     if (code != CLI_RUN) return code;
     log_begin(&r->log, &r->o);
-    cli_catch_signals(run_on_signal);
+    if (!r->o.evaluate) cli_catch_signals(run_on_signal); /* nothing to save there */
     code = train_prepare(r);
     if (code == CLI_RUN) code = r->o.evaluate ? run_evaluate(r) : run_train(r);
     return code == CLI_RUN || code > 128 ? train_finish(r, code) : code;

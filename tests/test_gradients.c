@@ -138,7 +138,7 @@ static rig open_scattered(const rig_desc *d) {
         *w += 0.25f * pictures_random(&state);
         *w = mpt_bf16_to_f32(mpt_f32_to_bf16(*w));
     }
-    CHECK_OK(r.ctx, mpti_trainer_refresh_half(r.trainer));
+    CHECK_OK(r.ctx, mpti_trainer_weights_changed(r.trainer));
     return r;
 }
 
@@ -323,15 +323,17 @@ MPT_TEST(random_graphs_against_double_precision) {
 /* Gradients share places. With a place for each of its own, and NaN in all before, the same bits. */
 static void give_each_gradient_a_place(mpt_trainer *t) {
     mpti_layout *l = &t->net.layout;
-    const mpt_allocator *a = &t->ctx->desc.allocator;
+    mpt_arena_desc d;
     int v;
-    mpti_free(a, t->net.activations, t->plan.activations);
     for (v = 1; v < t->model->num_nodes; v++) {
         l->places[v].gradient = l->activation_bytes;
         l->activation_bytes += mpti_align(l->places[v].bytes);
     }
-    t->plan.activations = l->activation_bytes;
-    t->net.activations = (uint8_t *)mpti_alloc_aligned(a, t->plan.activations, MPTI_ALIGNMENT);
+    memset(&d, 0, sizeof d);
+    d.capacity_bytes = t->plan.activations = l->activation_bytes;
+    mpt_arena_destroy(t->arenas[MPTI_ACTIVATIONS]);
+    CHECK_OK(t->ctx, mpt_arena_create(t->ctx, &d, &t->arenas[MPTI_ACTIVATIONS]));
+    t->net.activations = t->arenas[MPTI_ACTIVATIONS]->base;
 }
 
 MPT_TEST(sharing_places_changes_no_bit) {

@@ -405,7 +405,8 @@ static void check_layout(const mpt_trainer *t) {
     const mpt_model *m = t->model;
     const mpti_layout *l = &t->net.layout;
     span kept[256], living[64];
-    int num_kept = 0, num_living = 0, value[64], v, i, k, inputs[2], steps;
+    int num_kept = 0, num_living = 0, value[64], v, i, k, steps;
+    int inputs[MPT_CUSTOM_MAX_INPUTS];
     for (v = 0; v < m->num_nodes; v++) {
         const mpti_place *p = &l->places[v];
         CHECK_EQ_INT(p->bytes, (size_t)t->net.capacity * (size_t)mpti_node_elements(&m->nodes[v]) *
@@ -455,15 +456,9 @@ MPT_TEST(nothing_overlaps_what_is_still_needed) {
             mpt_model *m = rig_model(ctx, &d);
             mpt_trainer t;
             memset(&t, 0, sizeof t);
-            t.ctx = ctx;
-            t.model = m;
-            t.batch_size = 2;
             d.trainer.precision = precisions[p];
-            t.desc = mpt_trainer_desc_defaults(&d.trainer);
-            CHECK_OK(ctx, mpti_trainer_make_plan(&t));
+            CHECK_OK(ctx, mpti_trainer_prepare(&t, m, &d.trainer, 2));
             check_layout(&t);
-            mpti_free(&ctx->desc.allocator, t.net.layout.places,
-                      (size_t)m->num_nodes * sizeof(mpti_place));
             mpt_model_destroy(m);
             mpt_ctx_destroy(ctx);
         }
@@ -561,6 +556,7 @@ MPT_TEST(exports_have_the_names_and_shapes_of_torchvision) {
     size_t size;
     unsigned char *text = mpt_test_read_file(mpt_test_data("torchvision_state_dicts.json"), &size);
     char name[32], path[1024];
+    mpt_export_desc export;
     mpti_json j;
     int found = 0;
     memset(&j, 0, sizeof j);
@@ -574,7 +570,9 @@ MPT_TEST(exports_have_the_names_and_shapes_of_torchvision) {
         d.trainer.optimizer.kind = MPT_OPTIMIZER_SGD;
         r = rig_open(&d);
         snprintf(path, sizeof path, "%s", mpt_test_tmpfile("export.safetensors"));
-        CHECK_OK(r.ctx, mpt_trainer_export(r.trainer, NULL, path));
+        memset(&export, 0, sizeof export);
+        export.path = path;
+        CHECK_OK(r.ctx, mpt_trainer_export(r.trainer, &export));
         check_state_dict(r.ctx, &j, path);
         rig_close(&r);
         unlink(path);

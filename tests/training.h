@@ -199,6 +199,69 @@ static inline mpt_batch pictures_batch(const pictures *p, int first, int n) {
     return pictures_lanes(p, first, 1, n, NULL);
 }
 
+/* ---- a loader over arrays -------------------------------------------------------------------- */
+typedef struct arrays {
+    mpt_tensor images, labels; /* (n,h,w,c) U8, (n) I32 */
+} arrays;
+
+static inline arrays arrays_make(const rig_desc *d, int n, uint64_t seed) {
+    size_t per_picture = (size_t)d->height * d->width * d->channels, i;
+    uint64_t state = seed * 131 + 17;
+    arrays a;
+    memset(&a, 0, sizeof a);
+    a.images.data = malloc(per_picture * n);
+    a.images.dtype = MPT_U8;
+    a.images.num_dims = 4;
+    a.images.dims[0] = a.labels.dims[0] = n;
+    a.images.dims[1] = d->height;
+    a.images.dims[2] = d->width;
+    a.images.dims[3] = d->channels;
+    a.labels.data = malloc(n * sizeof(int32_t));
+    a.labels.dtype = MPT_I32;
+    a.labels.num_dims = 1;
+    for (i = 0; i < per_picture * n; i++)
+        ((uint8_t *)a.images.data)[i] = (uint8_t)(127 + 127 * pictures_random(&state));
+    for (i = 0; i < (size_t)n; i++)
+        ((int32_t *)a.labels.data)[i] = (int32_t)(i * 7 % (size_t)d->classes);
+    return a;
+}
+
+static inline void arrays_free(arrays *a) {
+    free(a->images.data);
+    free(a->labels.data);
+}
+
+static inline mpt_loader_desc arrays_desc(const rig_desc *d, const arrays *a, int lanes) {
+    mpt_loader_desc ld;
+    memset(&ld, 0, sizeof ld);
+    ld.array_images = &a->images;
+    ld.array_labels = &a->labels;
+    ld.batch_size = d->batch_size;
+    ld.height = d->height;
+    ld.width = d->width;
+    ld.channels = d->channels;
+    ld.num_classes = d->classes;
+    ld.num_lanes = lanes;
+    ld.num_workers = 1;
+    return ld;
+}
+
+static inline mpt_loader *arrays_open(mpt_ctx *ctx, const rig_desc *d, const arrays *a, int lanes) {
+    mpt_loader_desc ld = arrays_desc(d, a, lanes);
+    mpt_loader *loader = NULL;
+    CHECK_OK(ctx, mpt_loader_create(ctx, &ld, &loader));
+    return loader;
+}
+
+/* The next batch, over the ends of epochs. */
+static inline mpt_batch arrays_next(mpt_ctx *ctx, mpt_loader *loader) {
+    mpt_batch b;
+    mpt_result rc = mpt_loader_next(loader, &b);
+    if (rc == MPT_END) rc = mpt_loader_next(loader, &b);
+    CHECK_OK(ctx, rc);
+    return b;
+}
+
 /* ---- what was learned, as bytes -------------------------------------------------------------- */
 typedef struct snapshot {
     unsigned char *bytes;
@@ -238,6 +301,23 @@ static inline void snapshot_check(snapshot *before, const mpt_trainer *t) {
     CHECK_EQ_MEM(now.bytes, before->bytes, now.size);
     snapshot_free(&now);
     snapshot_free(before);
+}
+
+typedef struct hash {
+    char hex[65];
+} hash;
+
+static inline hash hash_of(mpt_trainer *t) {
+    hash h;
+    CHECK_OK(t->ctx, mpt_trainer_sha256(t, h.hex));
+    CHECK_EQ_INT(strlen(h.hex), 64);
+    return h;
+}
+
+static inline mpt_step_report step_of(mpt_trainer *t, const mpt_batch *b) {
+    mpt_step_report r;
+    CHECK_OK(t->ctx, mpt_trainer_step(t, b, &r));
+    return r;
 }
 
 /* The gradient of the batch at hand, summed and still multiplied by the loss scale: row 0. The

@@ -251,14 +251,6 @@ static int checkpoint_save(checkpoints *c, mpt_trainer *t, mpt_loader *data) {
     return CLI_RUN;
 }
 
-/* Between two steps: a disk that is full now may have room later, and the checkpoint before is
-   still there. So it is said, and training goes on. */
-static void checkpoint_try(checkpoints *c, mpt_trainer *t, mpt_loader *data) {
-    if (checkpoint_save(c, t, data) == CLI_RUN) return;
-    c->saved_at = cli_seconds();
-    log_warn(c->log, "no checkpoint was written; training goes on");
-}
-
 static bool checkpoint_is_due(const checkpoints *c, int64_t step) {
     if (!c->dir) return false;
     if (c->every_steps > 0 && step % c->every_steps == 0) return true;

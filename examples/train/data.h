@@ -177,10 +177,11 @@ static bool data_can_scan(const data_files *files, const data_facts *facts) {
     return facts->num_files <= DATA_MAX_FILES && bytes <= limit;
 }
 
-static mpt_result data_probe(mpt_ctx *ctx, const train_options *o, const cli_list *paths,
-                             bool labels, data_facts *facts) {
+static mpt_result data_look(mpt_ctx *ctx, const train_options *o, const cli_list *paths,
+                            bool labels, data_facts *facts) {
     mpt_io io = *mpt_io_files();
     data_files files;
+    struct stat s;
     mpt_result rc;
     bool scan;
     int i;
@@ -192,6 +193,10 @@ static mpt_result data_probe(mpt_ctx *ctx, const train_options *o, const cli_lis
     io.open = data_files_open;
     io.list = data_files_list;
     io.user = &files;
+    /* the library refuses what can be read only once, in storage of its own alone */
+    for (i = 0; i < paths->count; i++)
+        if (stat(paths->items[i], &s) == 0 && !S_ISREG(s.st_mode) && !S_ISDIR(s.st_mode))
+            return data_probe_loader(ctx, o, paths, NULL, facts);
     rc = data_probe_loader(ctx, o, paths, &io, facts);
     for (i = 0; i < files.count && rc == MPT_OK && facts->num_names == 0; i++)
         if (!data_is_companion(files.names[i])) data_find_names(files.names[i], facts);
@@ -203,6 +208,17 @@ static mpt_result data_probe(mpt_ctx *ctx, const train_options *o, const cli_lis
     }
     if (!scan) facts->largest_label = -1;
     data_files_free(&files);
+    return rc;
+}
+
+/* The loaders that are made later say again what is to be said about the files. */
+static mpt_result data_probe(mpt_ctx *ctx, train_log *log, const train_options *o,
+                             const cli_list *paths, bool labels, data_facts *facts) {
+    mpt_result rc;
+
+    log->quiet = true;
+    rc = data_look(ctx, o, paths, labels, facts);
+    log->quiet = false;
     return rc;
 }
 
@@ -309,10 +325,10 @@ static int data_resolve(mpt_ctx *ctx, train_log *log, train_options *o) {
     memset(&facts, 0, sizeof facts);
     if (needs_labels || needs_picture || o->export_path) {
         const cli_list *paths = o->data.count > 0 ? &o->data : &o->val_data;
-        if (data_probe(ctx, o, paths, needs_labels, &facts)) return log_fail_call(log, ctx);
+        if (data_probe(ctx, log, o, paths, needs_labels, &facts)) return log_fail_call(log, ctx);
         /* a label that only the validation set has would end the run after the first epoch */
         if (facts.largest_label >= 0 && o->data.count > 0 && o->val_data.count > 0) {
-            if (data_probe(ctx, o, &o->val_data, true, &more)) return log_fail_call(log, ctx);
+            if (data_probe(ctx, log, o, &o->val_data, true, &more)) return log_fail_call(log, ctx);
             if (more.largest_label > facts.largest_label) facts.largest_label = more.largest_label;
         }
         if (needs_picture && facts.picture.channels == 0)
@@ -331,7 +347,7 @@ static int data_resolve(mpt_ctx *ctx, train_log *log, train_options *o) {
 }
 
 /* ---- the loaders ----------------------------------------------------------------------------- */
-static mpt_loader_desc data_desc(train_log *log, const train_options *o, const cli_list *paths,
+static mpt_loader_desc data_desc(const train_options *o, const cli_list *paths,
                                  mpt_precision precision) {
     mpt_loader_desc d;
     int c;
@@ -356,16 +372,14 @@ static mpt_loader_desc data_desc(train_log *log, const train_options *o, const c
     if (o->skip_bad_records > 0) {
         d.on_bad_record = MPT_BAD_RECORD_SKIP;
         d.max_bad_records = o->skip_bad_records;
-        d.bad_record = log_left_out;
-        d.bad_record_user = log;
     }
     d.seed = (uint64_t)o->seed;
     return d;
 }
 
-static mpt_result data_open_training(mpt_ctx *ctx, train_log *log, const train_options *o,
-                                     mpt_precision precision, mpt_loader **out) {
-    mpt_loader_desc d = data_desc(log, o, &o->data, precision);
+static mpt_result data_open_training(mpt_ctx *ctx, const train_options *o, mpt_precision precision,
+                                     mpt_loader **out) {
+    mpt_loader_desc d = data_desc(o, &o->data, precision);
 
     d.augment = (mpt_augment)o->augment;
     d.num_lanes = (int)o->accumulate;
@@ -376,9 +390,9 @@ static mpt_result data_open_training(mpt_ctx *ctx, train_log *log, const train_o
 
 /* Each record once, in the order of the files. Where training crops at random, evaluation sees the
    usual central part: 224 of 256 pixels. */
-static mpt_result data_open_validation(mpt_ctx *ctx, train_log *log, const train_options *o,
+static mpt_result data_open_validation(mpt_ctx *ctx, const train_options *o,
                                        mpt_precision precision, mpt_loader **out) {
-    mpt_loader_desc d = data_desc(log, o, &o->val_data, precision);
+    mpt_loader_desc d = data_desc(o, &o->val_data, precision);
 
     d.no_shuffle = 1;
     if (data_is_large_network(o)) d.center_fraction = 0.875f;

@@ -7,19 +7,27 @@
 
 typedef struct train_log {
     bool json, live; /* live: standard error is a terminal, and text is wanted */
+    bool quiet;      /* warnings of the library would come twice */
     bool drawing;    /* the live line is under way */
     cli_progress bar;
     char label[48], note[160]; /* at the start and the end of the live line */
-    int64_t num_left_out;      /* damaged records that were told one by one */
+    int64_t num_warnings;      /* of the library, so far */
 } train_log;
 
-enum { LOG_MAX_LEFT_OUT = 20 };
+enum { LOG_MAX_WARNINGS = 100 };
 
 static void log_begin(train_log *log, const train_options *o) {
     memset(log, 0, sizeof *log);
     log->json = o->log_format == LOG_JSON;
     log->live = !log->json && isatty(STDERR_FILENO);
-    setvbuf(stdout, NULL, _IOLBF, 0); /* who follows the log of a long run sees it at once */
+    log->bar.drawn = cli_seconds();
+}
+
+/* Ends a line on standard output: who follows the log of a long run sees it at once. A reader that
+   has gone has read enough; training goes on without it. */
+static void log_flush(void) {
+    errno = 0;
+    if (fflush(stdout) != 0 && errno == EPIPE && !freopen("/dev/null", "w", stdout)) return;
 }
 
 static void log_clear(train_log *log) {
@@ -32,9 +40,13 @@ static void log_json_number(FILE *out, double value) {
     else fputs("null", out);
 }
 
-static void log_json_member(FILE *out, const char *name, double value) {
-    fprintf(out, ", \"%s\": ", name);
-    log_json_number(out, value);
+static void log_json_member(const char *name, double value) {
+    printf(", \"%s\": ", name);
+    log_json_number(stdout, value);
+}
+
+static double log_plain_nan(double value) { /* some would be printed as "-nan" */
+    return value < 0 || value >= 0 ? value : (double)NAN;
 }
 
 /* One line that a person reads. */
@@ -47,13 +59,13 @@ __attribute__((format(printf, 2, 3))) static void log_note(train_log *log, const
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     log_clear(log);
-    if (!log->json) {
-        puts(text);
-        return;
+    if (!log->json) puts(text);
+    else {
+        fputs("{\"event\": \"note\", \"text\": ", stdout);
+        cli_json_text(stdout, text);
+        fputs("}\n", stdout);
     }
-    fputs("{\"event\": \"note\", \"text\": ", stdout);
-    cli_json_text(stdout, text);
-    fputs("}\n", stdout);
+    log_flush();
 }
 
 __attribute__((format(printf, 2, 3))) static void log_warn(train_log *log, const char *format,
@@ -85,19 +97,15 @@ static int log_fail_call(train_log *log, const mpt_ctx *ctx) {
     return log_fail(log, "%s", mpt_last_error(ctx)->message);
 }
 
-/* The library logs errors as well; these are told once, where they end the run. */
+/* Damaged records that are left out, incomplete sets of files and the like. Errors come here as
+   well; these are told once, where they end the run. */
 static void log_library(int level, const char *message, void *user) {
-    if (level == MPT_LOG_WARNING) log_warn((train_log *)user, "%s", message);
-}
-
-static void log_left_out(const mpt_bad_record *bad, void *user) {
     train_log *log = (train_log *)user;
 
-    if (++log->num_left_out > LOG_MAX_LEFT_OUT) return;
-    log_warn(log, "left out%s: %s", bad->rest_of_file ? ", with the rest of its file" : "",
-             bad->cause);
-    if (log->num_left_out == LOG_MAX_LEFT_OUT)
-        log_warn(log, "further damaged records are counted only");
+    if (level != MPT_LOG_WARNING || log->quiet || log->num_warnings++ >= LOG_MAX_WARNINGS) return;
+    log_warn(log, "%s", message);
+    if (log->num_warnings == LOG_MAX_WARNINGS)
+        log_warn(log, "further warnings of this kind are not shown");
 }
 
 /* ---- steps ----------------------------------------------------------------------------------- */
@@ -110,11 +118,14 @@ typedef struct log_step {
 
 static void log_epoch_begin(train_log *log, int64_t epoch, int64_t epochs, int64_t done,
                             int64_t steps) {
+    double drawn = log->bar.drawn;
+
     if (!log->live) return;
     snprintf(log->label, sizeof log->label, "epoch %lld/%lld", (long long)epoch + 1,
              (long long)epochs);
     cli_progress_begin(&log->bar, log->label, "steps", steps);
     log->bar.done = done;
+    log->bar.drawn = drawn; /* where epochs are short, the line lives on from one to the next */
     log->drawing = true;
 }
 
@@ -125,7 +136,7 @@ static void log_epoch_end(train_log *log) {
 
 static void log_step_live(train_log *log, const log_step *s, const mpt_step_report *r) {
     snprintf(log->note, sizeof log->note, "%.0f images/s, loss %.4f, accuracy %.2f %%, scale %g",
-             s->images_per_second, s->loss, s->accuracy, (double)r->loss_scale);
+             s->images_per_second, log_plain_nan(s->loss), s->accuracy, (double)r->loss_scale);
     log->bar.note = log->note;
     cli_progress_update(&log->bar, s->index);
 }
@@ -133,13 +144,13 @@ static void log_step_live(train_log *log, const log_step *s, const mpt_step_repo
 static void log_step_json(const log_step *s, const mpt_step_report *r) {
     printf("{\"event\": \"step\", \"epoch\": %lld, \"index\": %lld, \"step\": %lld",
            (long long)s->epoch, (long long)s->index, (long long)r->step);
-    log_json_member(stdout, "loss", r->loss);
-    log_json_member(stdout, "mean_loss", s->loss);
-    log_json_member(stdout, "accuracy", s->accuracy / 100);
-    log_json_member(stdout, "learning_rate", (double)r->learning_rate);
-    log_json_member(stdout, "grad_norm", (double)r->grad_norm);
-    log_json_member(stdout, "loss_scale", (double)r->loss_scale);
-    log_json_member(stdout, "images_per_second", s->images_per_second);
+    log_json_member("loss", r->loss);
+    log_json_member("mean_loss", s->loss);
+    log_json_member("accuracy", s->accuracy / 100);
+    log_json_member("learning_rate", (double)r->learning_rate);
+    log_json_member("grad_norm", (double)r->grad_norm);
+    log_json_member("loss_scale", (double)r->loss_scale);
+    log_json_member("images_per_second", s->images_per_second);
     printf(", \"skipped\": %s}\n", r->skipped ? "true" : "false");
 }
 
@@ -147,8 +158,17 @@ static void log_step_text(const log_step *s, const mpt_step_report *r) {
     printf("epoch %lld/%lld  step %lld/%lld  loss %.4f (%.4f)  accuracy %.2f %%  rate %g  scale %g"
            "  %.0f images/s\n",
            (long long)s->epoch + 1, (long long)s->epochs, (long long)s->index,
-           (long long)s->steps_per_epoch, r->loss, s->loss, s->accuracy, (double)r->learning_rate,
-           (double)r->loss_scale, s->images_per_second);
+           (long long)s->steps_per_epoch, log_plain_nan(r->loss), log_plain_nan(s->loss),
+           s->accuracy, (double)r->learning_rate, (double)r->loss_scale, s->images_per_second);
+}
+
+/* due: a line is to be printed, where nothing is drawn. */
+static void log_one_step(train_log *log, const log_step *s, const mpt_step_report *r, bool due) {
+    if (log->live) log_step_live(log, s, r);
+    if (log->live || !due) return;
+    if (log->json) log_step_json(s, r);
+    else log_step_text(s, r);
+    log_flush();
 }
 
 /* Numbers as Python prints them: 32768.0 */
@@ -162,15 +182,17 @@ static void log_skip(train_log *log, const mpt_step_report *r, double next) {
     char text[40];
 
     log_clear(log);
+    log_python_float(next, text);
     if (log->json) {
         printf("{\"event\": \"skip\", \"step\": %lld", (long long)r->step);
-        log_json_member(stdout, "loss_scale", (double)r->loss_scale);
-        log_json_member(stdout, "next_loss_scale", next);
-        fputs("}\n", stdout);
-        return;
+        log_json_member("loss_scale", (double)r->loss_scale);
+        log_json_member("next_loss_scale", next);
+        puts("}");
+    } else {
+        printf("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to %s\n",
+               text);
     }
-    log_python_float(next, text);
-    printf("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to %s\n", text);
+    log_flush();
 }
 
 /* ---- results --------------------------------------------------------------------------------- */
@@ -187,25 +209,29 @@ static void log_validation(train_log *log, int64_t epochs_done, int64_t step,
     if (log->json) {
         printf("{\"event\": \"validation\", \"epochs_done\": %lld, \"step\": %lld, \"count\": %lld",
                (long long)epochs_done, (long long)step, (long long)m->num_samples);
-        log_json_member(stdout, "loss", m->loss);
-        log_json_member(stdout, "accuracy", top1);
-        log_json_member(stdout, "top5", top5);
-        fputs("}\n", stdout);
-        return;
+        log_json_member("loss", m->loss);
+        log_json_member("accuracy", top1);
+        log_json_member("top5", top5);
+        puts("}");
+    } else {
+        printf("validation  step %lld  loss %.4f  accuracy %.2f %%  top-5 %.2f %%  of %lld record%s"
+               "\n",
+               (long long)step, log_plain_nan(m->loss), 100 * top1, 100 * top5,
+               (long long)m->num_samples, cli_plural(m->num_samples, "s"));
     }
-    printf("validation  step %lld  loss %.4f  accuracy %.2f %%  top-5 %.2f %%  of %lld records\n",
-           (long long)step, m->loss, 100 * top1, 100 * top5, (long long)m->num_samples);
+    log_flush();
 }
 
 static void log_checkpoint(train_log *log, int64_t step, const char *path) {
     log_clear(log);
-    if (!log->json) {
+    if (log->json) {
+        printf("{\"event\": \"checkpoint\", \"step\": %lld, \"path\": ", (long long)step);
+        cli_json_text(stdout, path);
+        puts("}");
+    } else {
         printf("checkpoint %s\n", path);
-        return;
     }
-    printf("{\"event\": \"checkpoint\", \"step\": %lld, \"path\": ", (long long)step);
-    cli_json_text(stdout, path);
-    fputs("}\n", stdout);
+    log_flush();
 }
 
 static void log_epoch(train_log *log, int64_t epoch, int64_t epochs, double loss, double accuracy,
@@ -215,14 +241,15 @@ static void log_epoch(train_log *log, int64_t epoch, int64_t epochs, double loss
     log_clear(log);
     if (log->json) {
         printf("{\"event\": \"epoch\", \"epoch\": %lld", (long long)epoch);
-        log_json_member(stdout, "loss", loss);
-        log_json_member(stdout, "accuracy", accuracy / 100);
-        log_json_member(stdout, "seconds", seconds);
-        fputs("}\n", stdout);
-        return;
+        log_json_member("loss", loss);
+        log_json_member("accuracy", accuracy / 100);
+        log_json_member("seconds", seconds);
+        puts("}");
+    } else {
+        printf("epoch %lld/%lld done in %s  loss %.4f  accuracy %.2f %%\n", (long long)epoch + 1,
+               (long long)epochs, cli_human_time(seconds, time), log_plain_nan(loss), accuracy);
     }
-    printf("epoch %lld/%lld done in %s  loss %.4f  accuracy %.2f %%\n", (long long)epoch + 1,
-           (long long)epochs, cli_human_time(seconds, time), loss, accuracy);
+    log_flush();
 }
 
 #endif /* TRAIN_LOG_H */

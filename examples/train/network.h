@@ -285,8 +285,9 @@ static bool network_read(network_file *f) {
     }
     if (ok && ferror(file)) ok = network_wrong(f, "can't read on: %s", cli_errno_text(errno));
     fclose(file);
-    if (ok && f->last == MPT_INPUT) ok = network_wrong(f, "there is no layer in this file");
-    return ok;
+    if (!ok || f->last != MPT_INPUT) return ok;
+    log_fail(f->log, "%s: there is no layer in this file", f->path);
+    return false;
 }
 
 /* ---- the model ------------------------------------------------------------------------------- */

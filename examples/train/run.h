@@ -16,7 +16,7 @@ typedef struct train_run {
     mpt_trainer_desc desc; /* with defaults */
     mpt_memory_plan plan;
     checkpoints saved;
-    int64_t first_step; /* steps before this process began */
+    bool unsaved; /* the last checkpoint could not be written */
     /* numbers for the report */
     mpt_step_report last;     /* of the last step; step 0: there was none */
     float next_scale;         /* the loss scale that it left */
@@ -109,15 +109,34 @@ static void run_tell_step(train_run *r, const mpt_step_report *s, int64_t index)
     line.loss = run_epoch_loss(r);
     line.accuracy = run_epoch_accuracy(r);
     line.images_per_second = r->line_seconds > 0 ? (double)r->line_images / r->line_seconds : 0;
-    if (r->log.live) log_step_live(&r->log, &line, s);
-    else if (r->log.json) log_step_json(&line, s);
-    else log_step_text(&line, s);
+    log_one_step(&r->log, &line, s, due);
     if (!due) return;
     r->line_images = 0;
     r->line_seconds = 0;
 }
 
-/* `waited`: seconds since the batch was asked for began. CLI_RUN or the exit code. */
+/* A disk that is full now may have room later, and the checkpoint before is still there: so training
+   goes on, and only a missing last one makes the run a failure. */
+static void run_save(train_run *r, bool last) {
+    if (checkpoint_save(&r->saved, r->trainer, r->data) == CLI_RUN) return;
+    r->saved.saved_at = cli_seconds();
+    r->unsaved |= last;
+    if (!last) log_warn(&r->log, "no checkpoint was written; training goes on");
+}
+
+/* The loss scale can't go lower: says which tensor overflows first in the order of computation. */
+static int run_stuck(train_run *r, const mpt_batch *batch) {
+    char message[sizeof mpt_last_error(r->ctx)->message];
+    mpt_overflow o;
+
+    snprintf(message, sizeof message, "%s", mpt_last_error(r->ctx)->message);
+    if (mpt_trainer_autopsy(r->trainer, batch, &o) != MPT_OK || !o.found)
+        return log_fail(&r->log, "%s", message);
+    return log_fail(&r->log, "%s (here: %s, %s, element %lld)", message, o.layer, o.tensor,
+                    (long long)o.index);
+}
+
+/* asked: when the batch was asked for, in seconds. CLI_RUN or the exit code. */
 static int run_step(train_run *r, const mpt_batch *batch, double asked) {
     mpt_step_report s;
     double got = cli_seconds();
@@ -125,11 +144,12 @@ static int run_step(train_run *r, const mpt_batch *batch, double asked) {
 
     if (batch->epoch != r->epoch) run_begin_epoch(r, batch);
     rc = mpt_trainer_step(r->trainer, batch, &s);
+    if (rc == MPT_ERR_INVALID_STATE) return run_stuck(r, batch);
     if (rc) return log_fail_call(&r->log, r->ctx);
     r->waiting += got - asked;
     run_count_step(r, &s, cli_seconds() - asked);
     run_tell_step(r, &s, batch->index + 1);
-    if (checkpoint_is_due(&r->saved, s.step)) checkpoint_try(&r->saved, r->trainer, r->data);
+    if (checkpoint_is_due(&r->saved, s.step)) run_save(r, false);
     return CLI_RUN;
 }
 
@@ -149,29 +169,28 @@ static int run_end_epoch(train_run *r) {
                  (long long)info.num_bad_records, cli_plural(info.num_bad_records, "s"),
                  (long long)info.epoch);
     code = run_evaluate(r);
-    return code == CLI_RUN ? checkpoint_save(&r->saved, r->trainer, r->data) : code;
+    if (code == CLI_RUN) run_save(r, info.epoch == r->o.epochs);
+    return code;
 }
 
 /* The steps have run out. If that is also the end of an epoch, it is dealt with now; the loader
    tells only when asked for one batch more, which is why the position is saved first. */
 static int run_out_of_steps(train_run *r) {
     mpt_batch batch;
-    int code = checkpoint_save(&r->saved, r->trainer, r->data);
     mpt_result rc;
 
-    if (code != CLI_RUN) return code;
+    run_save(r, true);
     rc = mpt_loader_next(r->data, &batch);
     if (rc < 0) return log_fail_call(&r->log, r->ctx);
     return rc == MPT_END ? run_end_epoch(r) : CLI_RUN;
 }
 
 static int run_stop(train_run *r) {
-    int code = checkpoint_save(&r->saved, r->trainer, r->data);
-
-    if (code != CLI_RUN) return code;
+    run_save(r, true);
     log_warn(&r->log, "stopped by signal %d after step %lld%s", (int)run_signal,
              (long long)mpt_trainer_steps(r->trainer),
-             r->saved.dir ? "; --resume auto goes on from here" : "; nothing was saved");
+             r->saved.dir && !r->unsaved ? "; --resume auto goes on from here"
+                                         : "; nothing was saved");
     return 128 + (int)run_signal;
 }
 
