@@ -42,8 +42,8 @@ END
 
 weights_predict() {
     local line
-    line=$(build/predict --weights "$output/model.safetensors" --data "$output/data/test-*-of-*" |
-        tail -n 1)
+    line=$(build/predict --weights "$output/model.safetensors" \
+        --data "$output/data/test-*-of-*" | tail -n 1)
     echo "$line"
     grep -Eq '^10000 records: [89][0-9]\.[0-9]+ % right' <<<"$line"
 }
