@@ -59,9 +59,9 @@ run_training() {
 
 say "what is needed"
 tests/setup.sh demo || exit 1
-make --no-print-directory ZLIB=1 "BUILD=$build" "$build/tfrecord" "$build/train" \
+echo "compiler, libraries and pictures are there; the programs take half a minute to build"
+make -s --no-print-directory ZLIB=1 "BUILD=$build" "$build/tfrecord" "$build/train" \
     "$build/predict" || exit 1
-echo "compiler, libraries and data are there"
 
 say "data: Fashion-MNIST as TFRecords"
 make_data || exit 1

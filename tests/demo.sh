@@ -27,8 +27,8 @@ import json
 import sys
 
 report = json.load(open(sys.argv[1], encoding='utf-8'))
-wanted = '''version options seed device ranks steps skipped_steps final_loss_scale train_loss val_loss
-            val_accuracy val_top5 val_count seconds images_per_second input_wait_fraction
+wanted = '''version options seed device ranks steps skipped_steps final_loss_scale train_loss
+            val_loss val_accuracy val_top5 val_count seconds images_per_second input_wait_fraction
             planned_bytes peak_rss_bytes weights_sha256'''.split()
 missing = [name for name in wanted if report.get(name) is None]
 assert not missing, f'no {missing}'
