@@ -733,6 +733,38 @@ MPT_TEST(dropout_follows_the_sample) {
     pictures_free(&p);
 }
 
+/* Without ids the place in the step is the key: two lanes of two slices, four masks; the same one
+   lane at a time. */
+MPT_TEST(dropout_without_ids_follows_the_place_in_the_step) {
+    rig_desc d = rig_small(dropout_net, 4);
+    pictures p = pictures_make(&d, 8, 1);
+    const size_t slice = 2 * 192;
+    float masks[2][4 * 2 * 192], *y;
+    int way, i, k;
+    rig r;
+    for (i = 0; i < 8 * 192; i++) p.x[i] = 1;
+    d.trainer.accumulate_steps = 2;
+    d.trainer.slices = 2;
+    r = rig_open(&d);
+    y = (float *)mpti_net_value(&r.trainer->net, 1);
+    for (way = 0; way < 2; way++) {
+        mpti_trainer_begin_step(r.trainer);
+        for (i = 0; i < 4; i++) {
+            mpt_batch b = pictures_lanes(&p, way ? 4 * (i / 2) : 0, way ? 1 : 2, 4, NULL);
+            const void *images = mpti_trainer_slice(r.trainer, &b, way ? i % 2 : i);
+            r.trainer->net.sample_ids = NULL;
+            CHECK_OK(r.ctx, mpti_trainer_microbatch(r.trainer, images, MPT_F32));
+            memcpy(masks[way] + i * slice, y, slice * sizeof(float));
+        }
+    }
+    CHECK_EQ_MEM(masks[1], masks[0], sizeof masks[0]);
+    for (i = 0; i < 8; i++)
+        for (k = 0; k < i; k++)
+            CHECK(memcmp(masks[0] + i * 192, masks[0] + k * 192, 192 * sizeof(float)));
+    rig_close(&r);
+    pictures_free(&p);
+}
+
 /* ---- memory ---------------------------------------------------------------------------------- */
 static mpt_result no_work(int64_t chunk, void *user) {
     (void)chunk, (void)user;
@@ -946,6 +978,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(rows_meet_in_a_fixed_tree),
     MPT_TEST_CASE(pictures_of_every_type),
     MPT_TEST_CASE(dropout_follows_the_sample),
+    MPT_TEST_CASE(dropout_without_ids_follows_the_place_in_the_step),
     MPT_TEST_CASE(the_plan_is_what_is_allocated_and_steps_allocate_nothing),
     MPT_TEST_CASE(evaluation_counts_every_record_once),
     MPT_TEST_CASE(evaluation_agrees_with_predictions),
