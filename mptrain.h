@@ -12948,8 +12948,10 @@ static mpt_result mpti_schedule_desc_check(const mpt_schedule_desc *d, int64_t t
                        d->kind == MPT_SCHEDULE_ONE_CYCLE;
     const char *wrong = (unsigned)d->kind > MPT_SCHEDULE_ONE_CYCLE ? "kind is unknown"
                         : d->warmup_steps < 0 ? "warmup_steps must be at least 0"
+                        : needs_total && total_steps < 1
+                            ? "kind: cosine, poly and one-cycle need the number of total_steps"
                         : needs_total && d->warmup_steps >= total_steps
-                            ? "warmup_steps must be below the number of steps"
+                            ? "warmup_steps must be below the number of total_steps"
                         : !mpti_is_within(d->warmup_start, 0, 1) ? "warmup_start must be in 0 .. 1"
                         : !mpti_is_within(d->end_factor, 0, 1)   ? "end_factor must be in 0 .. 1"
                         : !mpti_is_within(d->decay_factor, 1e-30f, 1)
@@ -13678,6 +13680,7 @@ static void mpti_trainer_place(mpt_trainer *t) {
     t->net.weights = t->half ? (const void *)t->half : (const void *)t->masters;
     t->net.running = t->running;
     t->net.batch = t->batch;
+    t->net.gradients = t->rows[0];
     t->net.seed = t->desc.seed;
     t->net.label_smoothing = t->desc.label_smoothing;
 }

@@ -90,14 +90,11 @@ static int train_open_data(train_run *r) {
     return CLI_RUN;
 }
 
-/* Evaluation needs no optimizer: so weights of any run fit. */
+/* Evaluation takes no step, so no schedule has to make sense. */
 static mpt_trainer_desc train_desc(const train_run *r, int64_t steps_per_epoch) {
     mpt_trainer_desc d = options_trainer_desc(&r->o, steps_per_epoch);
 
-    if (r->o.evaluate) {
-        d.optimizer.kind = MPT_OPTIMIZER_SGD;
-        memset(&d.schedule, 0, sizeof d.schedule);
-    }
+    if (r->o.evaluate) memset(&d.schedule, 0, sizeof d.schedule);
     return mpt_trainer_desc_defaults(&d);
 }
 

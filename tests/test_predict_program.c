@@ -75,6 +75,7 @@ static void write_pictures(const char *name, int n, int bad) {
 static void export_and_predict(const char *arch, const char *weights, const char *records, int n,
                                float *p) {
     mpt_trainer_desc desc;
+    mpt_export_desc out;
     mpt_loader_desc data;
     mpt_model *m = NULL;
     mpt_trainer *t = NULL;
@@ -89,7 +90,9 @@ static void export_and_predict(const char *arch, const char *weights, const char
     CHECK_OK(test_ctx, mpt_model_create(test_ctx, SIZE, SIZE, CHANNELS, &m));
     CHECK_OK(test_ctx, mpt_model_finish(m, mpt_zoo(m, arch, CLASSES)));
     CHECK_OK(test_ctx, mpt_trainer_create(m, &desc, n, &t));
-    CHECK_OK(test_ctx, mpt_trainer_export(t, NULL, work_file(weights)));
+    memset(&out, 0, sizeof out);
+    out.path = work_file(weights);
+    CHECK_OK(test_ctx, mpt_trainer_export(t, &out));
     memset(&data, 0, sizeof data);
     data.paths = &path;
     data.num_paths = 1;

@@ -177,8 +177,8 @@ static bool data_can_scan(const data_files *files, const data_facts *facts) {
     return facts->num_files <= DATA_MAX_FILES && bytes <= limit;
 }
 
-static mpt_result data_probe(mpt_ctx *ctx, const train_options *o, const cli_list *paths,
-                             bool labels, data_facts *facts) {
+static mpt_result data_look(mpt_ctx *ctx, const train_options *o, const cli_list *paths,
+                            bool labels, data_facts *facts) {
     mpt_io io = *mpt_io_files();
     data_files files;
     struct stat s;
@@ -208,6 +208,17 @@ static mpt_result data_probe(mpt_ctx *ctx, const train_options *o, const cli_lis
     }
     if (!scan) facts->largest_label = -1;
     data_files_free(&files);
+    return rc;
+}
+
+/* The loaders that are made later say again what is to be said about the files. */
+static mpt_result data_probe(mpt_ctx *ctx, train_log *log, const train_options *o,
+                             const cli_list *paths, bool labels, data_facts *facts) {
+    mpt_result rc;
+
+    log->quiet = true;
+    rc = data_look(ctx, o, paths, labels, facts);
+    log->quiet = false;
     return rc;
 }
 
@@ -314,10 +325,10 @@ static int data_resolve(mpt_ctx *ctx, train_log *log, train_options *o) {
     memset(&facts, 0, sizeof facts);
     if (needs_labels || needs_picture || o->export_path) {
         const cli_list *paths = o->data.count > 0 ? &o->data : &o->val_data;
-        if (data_probe(ctx, o, paths, needs_labels, &facts)) return log_fail_call(log, ctx);
+        if (data_probe(ctx, log, o, paths, needs_labels, &facts)) return log_fail_call(log, ctx);
         /* a label that only the validation set has would end the run after the first epoch */
         if (facts.largest_label >= 0 && o->data.count > 0 && o->val_data.count > 0) {
-            if (data_probe(ctx, o, &o->val_data, true, &more)) return log_fail_call(log, ctx);
+            if (data_probe(ctx, log, o, &o->val_data, true, &more)) return log_fail_call(log, ctx);
             if (more.largest_label > facts.largest_label) facts.largest_label = more.largest_label;
         }
         if (needs_picture && facts.picture.channels == 0)

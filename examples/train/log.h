@@ -7,6 +7,7 @@
 
 typedef struct train_log {
     bool json, live; /* live: standard error is a terminal, and text is wanted */
+    bool quiet;      /* warnings of the library would come twice */
     bool drawing;    /* the live line is under way */
     cli_progress bar;
     char label[48], note[160]; /* at the start and the end of the live line */
@@ -101,7 +102,7 @@ static int log_fail_call(train_log *log, const mpt_ctx *ctx) {
 static void log_library(int level, const char *message, void *user) {
     train_log *log = (train_log *)user;
 
-    if (level != MPT_LOG_WARNING || log->num_warnings++ >= LOG_MAX_WARNINGS) return;
+    if (level != MPT_LOG_WARNING || log->quiet || log->num_warnings++ >= LOG_MAX_WARNINGS) return;
     log_warn(log, "%s", message);
     if (log->num_warnings == LOG_MAX_WARNINGS)
         log_warn(log, "further warnings of this kind are not shown");

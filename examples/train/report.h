@@ -40,13 +40,17 @@ static void report_list(FILE *f, const cli_list *list) {
     putc(']', f);
 }
 
+/* null: not given, and nothing stands in for it. */
 static void report_option(FILE *f, const cli_option *o) {
     char word[64];
 
     switch (o->kind) {
     case CLI_FLAG: fputs(*(const bool *)o->value ? "true" : "false", f); return;
     case CLI_INT:
-    case CLI_BYTES: fprintf(f, "%lld", (long long)*(const int64_t *)o->value); return;
+    case CLI_BYTES:
+        if (*(const int64_t *)o->value < o->min) break;
+        fprintf(f, "%lld", (long long)*(const int64_t *)o->value);
+        return;
     case CLI_DOUBLE: cli_json_real(f, *(const double *)o->value, 15); return; /* as typed */
     case CLI_LIST: report_list(f, (const cli_list *)o->value); return;
     case CLI_CHOICE:
@@ -121,7 +125,6 @@ static int report_write(train_run *r, const char *hash) {
     fputs("{\n  \"version\": ", f);
     cli_json_text(f, mpt_version());
     report_text(f, "build", mpt_build_info());
-    report_options(f, &r->o);
     report_int(f, "seed", r->o.seed);
     report_text(f, "device", r->o.device);
     report_int(f, "ranks", 1);
@@ -136,6 +139,7 @@ static int report_write(train_run *r, const char *hash) {
     report_plan(f, &r->plan);
     report_int(f, "peak_rss_bytes", report_peak_bytes());
     report_text(f, "weights_sha256", hash);
+    report_options(f, &r->o);
     fputs("\n}\n", f);
     return files_end(&r->log, r->o.report, f);
 }
