@@ -1857,6 +1857,34 @@ static bool mpti_is_nan(float x) {
     return (mpti_f32_bits(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
+/* ---- what a field of a desc may be ------------------------------------------------------------ */
+/* In bits, since -ffast-math lets a compiler take every isfinite() for true. */
+static bool mpti_is_finite(float x) {
+    return (mpti_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
+}
+
+static bool mpti_is_within(float x, float low, float high) {
+    return mpti_is_finite(x) && x >= low && x <= high;
+}
+
+#define MPTI_FLT_MAX 3.402823466e38f
+#define MPTI_TINY 1e-30f         /* "above 0" */
+#define MPTI_ALMOST_1 0.9999999f /* "below 1" */
+
+typedef struct mpti_bound { /* of a field of a desc; a condition is a 1 that must be there */
+    float value, low, high;
+    const char *rule; /* "momentum must be ..." */
+} mpti_bound;
+
+static mpt_result mpti_check_bounds(mpt_error *err, const char *desc, const mpti_bound *bounds,
+                                    size_t count) {
+    size_t i = 0;
+
+    while (i < count && mpti_is_within(bounds[i].value, bounds[i].low, bounds[i].high)) i++;
+    if (i == count) return MPT_OK;
+    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "%s.%s", desc, bounds[i].rule);
+}
+
 #define MPTI_INLINE static inline __attribute__((always_inline))
 
 /* ---- rows of FP16 and BF16 ----------------------------------------------------------------------
@@ -11685,20 +11713,7 @@ MPT_API int mpt_zoo(mpt_model *m, const char *name, int num_classes) {
  * Next:    >>scaler, which decides whether there is an update at all.
  */
 
-/* In bits, since -ffast-math lets a compiler take every isfinite() for true. */
-static bool mpti_is_finite(float x) {
-    return (mpti_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
-}
-
-static bool mpti_is_within(float x, float low, float high) {
-    return mpti_is_finite(x) && x >= low && x <= high;
-}
-
 /* ---- the optimizer's desc -------------------------------------------------------------------- */
-#define MPTI_FLT_MAX 3.402823466e38f
-#define MPTI_TINY 1e-30f         /* "above 0" */
-#define MPTI_ALMOST_1 0.9999999f /* "below 1" */
-
 /* The one place where defaults of mpt_optimizer_desc are filled in. */
 static void mpti_optimizer_desc_defaults(mpt_optimizer_desc *d) {
     if (d->kind == MPT_OPTIMIZER_DEFAULT) d->kind = MPT_OPTIMIZER_SGD_MOMENTUM;
@@ -11711,22 +11726,19 @@ static void mpti_optimizer_desc_defaults(mpt_optimizer_desc *d) {
 
 /* Works on a desc whose defaults are filled in. */
 static mpt_result mpti_optimizer_desc_check(const mpt_optimizer_desc *d, mpt_error *err) {
-    const char *wrong =
-        (unsigned)d->kind > MPT_OPTIMIZER_LARS ? "kind is unknown"
-        : !mpti_is_within(d->learning_rate, MPTI_TINY, 1e30f)
-            ? "learning_rate is required: a number above 0"
-        : !mpti_is_within(d->momentum, MPTI_TINY, MPTI_ALMOST_1)
-            ? "momentum must be above 0 and below 1; for none choose MPT_OPTIMIZER_SGD"
-        : !mpti_is_within(d->beta1, MPTI_TINY, MPTI_ALMOST_1) ? "beta1 must be above 0 and below 1"
-        : !mpti_is_within(d->beta2, MPTI_TINY, MPTI_ALMOST_1) ? "beta2 must be above 0 and below 1"
-        : !mpti_is_within(d->epsilon, MPTI_TINY, 1e30f)       ? "epsilon must be above 0"
-        : !mpti_is_within(d->weight_decay, 0, MPTI_FLT_MAX)   ? "weight_decay must be at least 0"
-        : !mpti_is_within(d->max_grad_norm, 0, MPTI_FLT_MAX)  ? "max_grad_norm must be at least 0"
-        : !mpti_is_within(d->lars_trust, MPTI_TINY, 1e30f)    ? "lars_trust must be above 0"
-                                                              : NULL;
-
-    if (!wrong) return MPT_OK;
-    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_optimizer_desc.%s", wrong);
+    const mpti_bound bounds[] = {
+        {(float)d->kind, MPT_OPTIMIZER_SGD, MPT_OPTIMIZER_LARS, "kind is unknown"},
+        {d->learning_rate, MPTI_TINY, 1e30f, "learning_rate is required: a number above 0"},
+        {d->momentum, MPTI_TINY, MPTI_ALMOST_1,
+         "momentum must be above 0 and below 1; for none choose MPT_OPTIMIZER_SGD"},
+        {d->beta1, MPTI_TINY, MPTI_ALMOST_1, "beta1 must be above 0 and below 1"},
+        {d->beta2, MPTI_TINY, MPTI_ALMOST_1, "beta2 must be above 0 and below 1"},
+        {d->epsilon, MPTI_TINY, 1e30f, "epsilon must be above 0"},
+        {d->weight_decay, 0, MPTI_FLT_MAX, "weight_decay must be at least 0"},
+        {d->max_grad_norm, 0, MPTI_FLT_MAX, "max_grad_norm must be at least 0"},
+        {d->lars_trust, MPTI_TINY, 1e30f, "lars_trust must be above 0"},
+    };
+    return mpti_check_bounds(err, "mpt_optimizer_desc", bounds, sizeof bounds / sizeof bounds[0]);
 }
 
 /* FP32 numbers of state per weight: momentum, or Adam's two moments. */
@@ -11736,9 +11748,7 @@ static int mpti_optimizer_state_count(mpt_optimizer_kind kind) {
 }
 
 /* ---- segments and chunks --------------------------------------------------------------------- */
-enum {
-    MPTI_UPDATE_CHUNK = 16384
-}; /* weights: 64 KiB of each buffer, so that four fit into an L2 */
+enum { MPTI_UPDATE_CHUNK = 16384 }; /* weights: 64 KiB of each buffer; four fit into an L2 */
 
 typedef struct mpti_parameter { /* one parameter tensor within the flat buffers */
     size_t offset, count;
@@ -11749,9 +11759,8 @@ typedef struct mpti_parameter { /* one parameter tensor within the flat buffers 
 typedef struct mpti_update_chunk {
     size_t offset, count;
     int64_t segment;
-    /* left by the last check */
-    double gradient_sum, weight_sum; /* of squares; of weights only for LARS */
-    uint32_t nonfinite;
+    double gradient_sum, weight_sum; /* of squares, by the last check; of weights only for LARS */
+    uint32_t nonfinite;              /* by the last check too */
 } mpti_update_chunk;
 
 typedef struct mpti_optimizer {
@@ -12014,15 +12023,6 @@ static void mpti_update_adam(const mpti_span *s, float beta1, float beta2, float
     }
 }
 
-static void mpti_weights_to_half(const float *w, size_t n, mpt_dtype dtype, uint16_t *half) {
-    size_t i;
-
-    if (dtype == MPT_F16)
-        for (i = 0; i < n; i++) half[i] = mpt_f32_to_f16(w[i]);
-    else
-        for (i = 0; i < n; i++) half[i] = mpt_f32_to_bf16(w[i]);
-}
-
 static mpt_result mpti_update_chunk_run(int64_t index, void *user) {
     const mpti_update_job *job = (const mpti_update_job *)user;
     const mpti_update_chunk *c = &job->o->chunks[index];
@@ -12040,16 +12040,12 @@ static mpt_result mpti_update_chunk_run(int64_t index, void *user) {
         s.decay = 0;
         s.keep = 1;
     }
-    switch (d->kind) {
-    case MPT_OPTIMIZER_SGD: mpti_update_sgd(&s); break;
-    case MPT_OPTIMIZER_ADAM:
-    case MPT_OPTIMIZER_ADAMW: mpti_update_adam(&s, d->beta1, d->beta2, d->epsilon); break;
-    case MPT_OPTIMIZER_DEFAULT:
-    case MPT_OPTIMIZER_SGD_MOMENTUM:
-    case MPT_OPTIMIZER_SGD_NESTEROV:
-    case MPT_OPTIMIZER_LARS: mpti_update_momentum(&s, d->kind, d->momentum); break;
+    switch (mpti_optimizer_state_count(d->kind)) {
+    case 0: mpti_update_sgd(&s); break;
+    case 1: mpti_update_momentum(&s, d->kind, d->momentum); break;
+    default: mpti_update_adam(&s, d->beta1, d->beta2, d->epsilon); break;
     }
-    if (p->half) mpti_weights_to_half(s.w, s.n, p->half_dtype, p->half + c->offset);
+    if (p->half) mpti_narrow_plain(p->half_dtype, s.w, p->half + c->offset, s.n);
     return MPT_OK;
 }
 
@@ -12126,28 +12122,24 @@ static const char *mpti_schedule_steps_wrong(const mpt_schedule_desc *d) { /* NU
 /* Works on a desc whose defaults are filled in. */
 static mpt_result mpti_schedule_desc_check(const mpt_schedule_desc *d, int64_t total_steps,
                                            mpt_error *err) {
-    bool needs_total = d->kind == MPT_SCHEDULE_COSINE || d->kind == MPT_SCHEDULE_POLY ||
-                       d->kind == MPT_SCHEDULE_ONE_CYCLE;
-    const char *wrong = (unsigned)d->kind > MPT_SCHEDULE_ONE_CYCLE ? "kind is unknown"
-                        : d->warmup_steps < 0 ? "warmup_steps must be at least 0"
-                        : needs_total && d->warmup_steps >= total_steps
-                            ? "warmup_steps must be below the number of steps"
-                        : !mpti_is_within(d->warmup_start, 0, 1) ? "warmup_start must be in 0 .. 1"
-                        : !mpti_is_within(d->end_factor, 0, 1)   ? "end_factor must be in 0 .. 1"
-                        : !mpti_is_within(d->decay_factor, 1e-30f, 1)
-                            ? "decay_factor must be above 0, at most 1"
-                        : d->poly_power < 1 || d->poly_power > 16 ? "poly_power must be in 1 .. 16"
-                        : !mpti_is_within(d->pct_start, MPTI_TINY, MPTI_ALMOST_1)
-                            ? "pct_start must be above 0 and below 1"
-                        : !mpti_is_within(d->div_factor, 1, MPTI_FLT_MAX)
-                            ? "div_factor must be at least 1"
-                        : !mpti_is_within(d->final_div_factor, 1, MPTI_FLT_MAX)
-                            ? "final_div_factor must be at least 1"
-                        : d->kind == MPT_SCHEDULE_STEP ? mpti_schedule_steps_wrong(d)
-                                                       : NULL;
-
-    if (!wrong) return MPT_OK;
-    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_schedule_desc.%s", wrong);
+    const bool needs_total = d->kind == MPT_SCHEDULE_COSINE || d->kind == MPT_SCHEDULE_POLY ||
+                             d->kind == MPT_SCHEDULE_ONE_CYCLE;
+    const char *wrong_steps = d->kind == MPT_SCHEDULE_STEP ? mpti_schedule_steps_wrong(d) : NULL;
+    const mpti_bound bounds[] = {
+        {(float)d->kind, 0, MPT_SCHEDULE_ONE_CYCLE, "kind is unknown"},
+        {(float)(d->warmup_steps >= 0), 1, 1, "warmup_steps must be at least 0"},
+        {(float)(!needs_total || d->warmup_steps < total_steps), 1, 1,
+         "warmup_steps must be below the number of steps"},
+        {d->warmup_start, 0, 1, "warmup_start must be in 0 .. 1"},
+        {d->end_factor, 0, 1, "end_factor must be in 0 .. 1"},
+        {d->decay_factor, MPTI_TINY, 1, "decay_factor must be above 0, at most 1"},
+        {(float)d->poly_power, 1, 16, "poly_power must be in 1 .. 16"},
+        {d->pct_start, MPTI_TINY, MPTI_ALMOST_1, "pct_start must be above 0 and below 1"},
+        {d->div_factor, 1, MPTI_FLT_MAX, "div_factor must be at least 1"},
+        {d->final_div_factor, 1, MPTI_FLT_MAX, "final_div_factor must be at least 1"},
+        {(float)!wrong_steps, 1, 1, wrong_steps},
+    };
+    return mpti_check_bounds(err, "mpt_schedule_desc", bounds, sizeof bounds / sizeof bounds[0]);
 }
 
 MPT_API mpt_result mpt_schedule_check(mpt_ctx *ctx, const mpt_schedule_desc *desc,
@@ -12335,26 +12327,22 @@ static void mpti_loss_scaler_desc_defaults(mpt_loss_scaler_desc *d) {
 
 /* Works on a desc whose defaults are filled in. A fixed scale need not lie in min .. max. */
 static mpt_result mpti_loss_scaler_desc_check(const mpt_loss_scaler_desc *d, mpt_error *err) {
-    bool fixed = d->mode != MPT_LOSS_SCALE_DYNAMIC;
-    const char *wrong = (unsigned)d->mode > MPT_LOSS_SCALE_NONE ? "mode is unknown"
-                        : !mpti_is_within(d->init_scale, MPTI_SCALE_LOWEST, MPTI_SCALE_HIGHEST)
-                            ? "init_scale must be in 2^-126 .. 2^127"
-                        : !mpti_is_within(d->growth_factor, 1.0000001f, MPTI_FLT_MAX)
-                            ? "growth_factor must be above 1"
-                        : !mpti_is_within(d->backoff_factor, MPTI_TINY, MPTI_ALMOST_1)
-                            ? "backoff_factor must be above 0 and below 1"
-                        : !mpti_is_within(d->min_scale, MPTI_SCALE_LOWEST, MPTI_SCALE_HIGHEST)
-                            ? "min_scale must be in 2^-126 .. 2^127"
-                        : !mpti_is_within(d->max_scale, d->min_scale, MPTI_SCALE_HIGHEST)
-                            ? "max_scale must be in min_scale .. 2^127"
-                        : !fixed && !mpti_is_within(d->init_scale, d->min_scale, d->max_scale)
-                            ? "init_scale must be in min_scale .. max_scale"
-                        : d->growth_interval < 1  ? "growth_interval must be at least 1"
-                        : d->max_skips_at_min < 1 ? "max_skips_at_min must be at least 1"
-                                                  : NULL;
-
-    if (!wrong) return MPT_OK;
-    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_loss_scaler_desc.%s", wrong);
+    const float lowest = MPTI_SCALE_LOWEST, highest = MPTI_SCALE_HIGHEST;
+    const bool fixed = d->mode != MPT_LOSS_SCALE_DYNAMIC;
+    const mpti_bound bounds[] = {
+        {(float)d->mode, MPT_LOSS_SCALE_DYNAMIC, MPT_LOSS_SCALE_NONE, "mode is unknown"},
+        {d->init_scale, lowest, highest, "init_scale must be in 2^-126 .. 2^127"},
+        {d->growth_factor, 1.0000001f, MPTI_FLT_MAX, "growth_factor must be above 1"},
+        {d->backoff_factor, MPTI_TINY, MPTI_ALMOST_1,
+         "backoff_factor must be above 0 and below 1"},
+        {d->min_scale, lowest, highest, "min_scale must be in 2^-126 .. 2^127"},
+        {d->max_scale, d->min_scale, highest, "max_scale must be in min_scale .. 2^127"},
+        {d->init_scale, fixed ? lowest : d->min_scale, fixed ? highest : d->max_scale,
+         "init_scale must be in min_scale .. max_scale"},
+        {(float)(d->growth_interval > 0), 1, 1, "growth_interval must be at least 1"},
+        {(float)(d->max_skips_at_min > 0), 1, 1, "max_skips_at_min must be at least 1"},
+    };
+    return mpti_check_bounds(err, "mpt_loss_scaler_desc", bounds, sizeof bounds / sizeof bounds[0]);
 }
 
 MPT_API mpt_result mpt_loss_scaler_check(mpt_ctx *ctx, const mpt_loss_scaler_desc *desc) {
@@ -12432,15 +12420,6 @@ MPT_API mpt_result mpt_loss_scaler_restore(mpt_loss_scaler *s, const mpt_loss_sc
 
 /* ---- overflow autopsy --------------------------------------------------------------------------
    All by integers: |x| of FP32 numbers grows with its bits, 0x7f800000 is inf, above is NaN. */
-
-static float mpti_element(const mpt_tensor *t, size_t i) {
-    switch (t->dtype) {
-    case MPT_F16: return mpt_f16_to_f32(((const uint16_t *)t->data)[i]);
-    case MPT_BF16: return mpt_bf16_to_f32(((const uint16_t *)t->data)[i]);
-    default: return ((const float *)t->data)[i];
-    }
-}
-
 /* The largest finite number of a floating type; 0 for other types. */
 static float mpti_dtype_max(mpt_dtype dtype) {
     switch (dtype) {
@@ -12457,9 +12436,7 @@ static float mpti_power_of_2(int exponent) { /* brought into -126 .. 127 */
 }
 
 static int mpti_exponent_of(double x) { /* floor(log2 x) of a normal number; 1024 for inf */
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (int)(bits >> 52 & 0x7ff) - 1023;
+    return (int)(mpti_f64_bits(x) >> 52 & 0x7ff) - 1023;
 }
 
 static bool mpti_tensor_elements(const mpt_tensor *t, size_t *count) {
@@ -12519,7 +12496,8 @@ MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt
     out->count = (int64_t)count;
     out->first_bad = -1;
     for (i = 0; i < count; i++)
-        mpti_autopsy_count(out, (int64_t)i, mpti_f32_bits(mpti_element(tensor, i)) & 0x7fffffffu);
+        mpti_autopsy_count(out, (int64_t)i,
+                           mpti_f32_bits(mpti_load(tensor->dtype, tensor->data, i)) & 0x7fffffffu);
     mpti_autopsy_scale(out, scale, mpti_dtype_max(storage));
     return MPT_OK;
 }
