@@ -276,6 +276,8 @@ MPT_TEST(the_linear_scaling_rule_is_applied_and_told) {
 
 /* ---- what the data say ----------------------------------------------------------------------- */
 MPT_TEST(size_channels_and_classes_are_found_in_the_data) {
+    char tfds[4096];
+
     fresh_data();
     CHECK_RUNS(MLP "--epochs 1 --steps 1 --report r.json");
     CHECK_EQ_STR(report_value("r.json", "image-size"), "12");
@@ -295,8 +297,8 @@ MPT_TEST(size_channels_and_classes_are_found_in_the_data) {
     CHECK_EQ_STR(report_value("r.json", "train-records"), "60");
     CHECK_RUNS("$D/train --data 'train-0000[01]*' -a mlp --epochs 1 --report r.json");
     CHECK_EQ_STR(report_value("r.json", "train-records"), "40");
-    CHECK_RUNS("cp '%s' tfds && $D/train --data tfds -a mlp --epochs 1 --report r.json",
-               realpath(mpt_test_data("tfds-00000-of-00001.tfrecord"), NULL));
+    CHECK(realpath(mpt_test_data("tfds-00000-of-00001.tfrecord"), tfds) != NULL);
+    CHECK_RUNS("cp '%s' tfds && $D/train --data tfds -a mlp --epochs 1 --report r.json", tfds);
     CHECK_EQ_STR(report_value("r.json", "label-key"), "\"label\"");
     CHECK_EQ_STR(report_value("r.json", "label-offset"), "\"0\"");
 }
@@ -656,11 +658,13 @@ MPT_TEST(a_full_disk_costs_a_checkpoint_and_not_the_run) { /* O-48 */
 /* ---- signals --------------------------------------------------------------------------------- */
 /* Starts a run that would take hours, waits for its checkpoint of step 2, signals, waits. */
 static int signalled(const char *name) {
-    return run(LENET "--epochs 100000 --checkpoint-dir c --checkpoint-every-steps 2 --keep 1000000 "
-                     "--report s.json & p=$!; "
-                     "while [ ! -e c/checkpoint-000000002.safetensors ]; do sleep 0.02; done; "
-                     "kill -%s $p; wait $p",
-               name);
+    return run(
+        LENET
+        "--epochs 100000 --checkpoint-dir c --checkpoint-every-steps 2 --keep 1000000 "
+        "--report s.json & p=$!; "
+        "while kill -0 $p && [ ! -e c/checkpoint-000000002.safetensors ]; do sleep 0.02; done; "
+        "kill -%s $p; wait $p",
+        name);
 }
 
 MPT_TEST(a_signal_ends_the_run_after_the_step_with_a_checkpoint) {
