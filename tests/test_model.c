@@ -112,6 +112,18 @@ static int dropout_of_less_than_nothing(mpt_model *m) {
 static int dropout_of_nan(mpt_model *m) {
     return mpt_dropout(m, MPT_INPUT, mpti_f32_from_bits(0x7fc00000));
 }
+static int too_many_dropouts(mpt_model *m) {
+    int i, x = MPT_INPUT;
+    for (i = 0; i < 193; i++) x = mpt_dropout(m, x, 0.1f);
+    return x;
+}
+static int name_of_nothing(mpt_model *m) {
+    return mpt_name(m, mpt_relu(m, MPT_INPUT), "");
+}
+static int name_of_64_bytes(mpt_model *m) {
+    return mpt_name(m, mpt_relu(m, MPT_INPUT),
+                    "0123456789012345678901234567890123456789012345678901234567890123");
+}
 static int network_that_is_not_there(mpt_model *m) {
     return mpt_zoo(m, "resnet19", 10);
 }
@@ -152,6 +164,9 @@ static const mistake mistakes[] = {
     {dropout_of_everything, {"layer 1 (dropout)", "p must be", "0 .. 1"}},
     {dropout_of_less_than_nothing, {"layer 1 (dropout)", "p must be", "0 .. 1"}},
     {dropout_of_nan, {"layer 1 (dropout)", "p must be", "0 .. 1"}},
+    {too_many_dropouts, {"layer 193 (dropout)", "192"}},
+    {name_of_nothing, {"(relu)", "name", "1 .. 63"}},
+    {name_of_64_bytes, {"(relu)", "name", "1 .. 63"}},
     {network_that_is_not_there, {"resnet19", "lenet", "resnet18", "resnet50"}},
     {zoo_without_classes, {"(dense)", "out_features"}},
 };
@@ -327,23 +342,75 @@ MPT_TEST(shapes_and_parameters_of_each_kind) {
 MPT_TEST(layers_have_names) {
     bench b = bench_open(8, 8, 3);
     mpt_layer_info info;
-    char *longest = (char *)malloc(200);
+    char longest[64];
     int x = conv(b.m, MPT_INPUT, 4, 3, 1, 1), y = conv(b.m, x, 4, 3, 1, 1), z = mpt_relu(b.m, y);
     CHECK_EQ_INT(mpt_name(b.m, y, "layer1.0.conv1"), y);
     CHECK_EQ_INT(mpt_name(b.m, 77, "nobody"), 77);
     CHECK_EQ_INT(mpt_name(b.m, MPT_INPUT, "nobody"), MPT_INPUT);
     CHECK_OK(b.ctx, mpt_model_layer(b.m, x - 1, &info));
     CHECK_EQ_STR(info.name, "conv2d0");
+    CHECK_EQ_INT(info.inputs[0], MPT_INPUT);
+    CHECK(info.num_inputs == 1 && info.kernel == 3 && info.stride == 1 && info.padding == 1);
     CHECK_OK(b.ctx, mpt_model_layer(b.m, y - 1, &info));
     CHECK_EQ_STR(info.name, "layer1.0.conv1");
-    memset(longest, 'n', 199);
-    longest[199] = 0;
-    mpt_name(b.m, z, longest);
+    CHECK_EQ_INT(info.inputs[0], x);
+    memset(longest, 'n', sizeof longest - 1);
+    longest[sizeof longest - 1] = 0;
+    CHECK_EQ_INT(mpt_name(b.m, z, longest), z);
     CHECK_OK(b.ctx, mpt_model_layer(b.m, z - 1, &info));
-    CHECK_EQ_INT(strlen(info.name), MPTI_NAME_BYTES - 1);
-    free(longest);
+    CHECK_EQ_STR(info.name, longest);
     CHECK_EQ_INT(mpt_model_layer(b.m, 3, &info), MPT_ERR_INVALID_ARGUMENT);
     CHECK_EQ_INT(mpt_model_layer(b.m, -1, &info), MPT_ERR_INVALID_ARGUMENT);
+    bench_close(&b);
+}
+
+/* Files know tensors by the names of their layers. */
+MPT_TEST(names_are_unique) {
+    bench b = bench_open(8, 8, 3);
+    int x = mpt_name(b.m, conv(b.m, MPT_INPUT, 4, 3, 1, 1), "conv2d1");
+    check_finish(&b, mpt_dense(b.m, conv(b.m, x, 4, 3, 1, 1), 5), MPT_ERR_INVALID_ARGUMENT,
+                 "conv2d1");
+    CHECK_CONTAINS(mpt_last_error(b.ctx)->message, "layers 1 and 2");
+    mpt_name(b.m, x, "first");
+    CHECK_OK(b.ctx, mpt_model_finish(b.m, 3));
+    bench_close(&b);
+}
+
+/* ---- the summary ----------------------------------------------------------------------------- */
+typedef struct lines {
+    char text[16][200];
+    int n;
+} lines;
+
+static void keep_line(const char *text, void *user) {
+    lines *l = (lines *)user;
+    CHECK(l->n < 16 && strlen(text) < 200 && !strchr(text, '\n'));
+    snprintf(l->text[l->n++], sizeof l->text[0], "%s", text);
+}
+
+MPT_TEST(summary_has_a_line_for_each_layer_and_the_sums) {
+    bench b = bench_open(8, 8, 3);
+    lines l;
+    int x = mpt_name(b.m, conv(b.m, MPT_INPUT, 4, 3, 2, 1), "stem");
+    x = mpt_relu(b.m, mpt_batchnorm(b.m, x, NULL));
+    CHECK_OK(b.ctx, mpt_model_finish(b.m, mpt_name(b.m, mpt_dense(b.m, x, 5), "fc")));
+    l.n = 0;
+    CHECK_OK(b.ctx, mpt_model_summary(b.m, 10, MPT_F16, keep_line, &l));
+    CHECK_EQ_INT(l.n, 7); /* a heading, the picture, four layers, the sums */
+    CHECK_CONTAINS(l.text[0], "parameters");
+    CHECK_CONTAINS(l.text[1], "(8,8,3)");
+    CHECK_CONTAINS(l.text[1], " 3840"); /* 10 pictures of 192 numbers of 2 bytes */
+    CHECK_CONTAINS(l.text[2], "stem");
+    CHECK_CONTAINS(l.text[2], "(4,4,4)");
+    CHECK_CONTAINS(l.text[2], " 108 ");
+    CHECK_CONTAINS(l.text[3], "fused");
+    CHECK_CONTAINS(l.text[5], "fc");
+    CHECK_CONTAINS(l.text[5], " 325 ");
+    CHECK_CONTAINS(l.text[6], " 441 ");
+    CHECK_CONTAINS(l.text[6], " 6500"); /* 10 * 2 * (192 + 64 + 64 + 5) */
+    CHECK_EQ_INT(mpt_model_summary(b.m, 0, MPT_F16, keep_line, &l), MPT_ERR_INVALID_ARGUMENT);
+    CHECK_EQ_INT(mpt_model_summary(b.m, 1, (mpt_dtype)9, keep_line, &l), MPT_ERR_INVALID_ARGUMENT);
+    CHECK_EQ_INT(mpt_model_summary(b.m, 1, MPT_F16, NULL, &l), MPT_ERR_INVALID_ARGUMENT);
     bench_close(&b);
 }
 
@@ -594,6 +661,8 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(null_is_no_crash),
     MPT_TEST_CASE(shapes_and_parameters_of_each_kind),
     MPT_TEST_CASE(layers_have_names),
+    MPT_TEST_CASE(names_are_unique),
+    MPT_TEST_CASE(summary_has_a_line_for_each_layer_and_the_sums),
     MPT_TEST_CASE(rows_of_batch_norm_add_and_relu_are_fused),
     MPT_TEST_CASE(what_others_read_is_not_fused),
     MPT_TEST_CASE(nothing_overlaps_what_is_still_needed),
