@@ -51,7 +51,10 @@ static void report_option(FILE *f, const cli_option *o) {
         if (*(const int64_t *)o->value < o->min) break;
         fprintf(f, "%lld", (long long)*(const int64_t *)o->value);
         return;
-    case CLI_DOUBLE: cli_json_real(f, *(const double *)o->value, 15); return; /* as typed */
+    case CLI_DOUBLE:
+        if (*(const double *)o->value < o->low) break;
+        cli_json_real(f, *(const double *)o->value, 15); /* as it was typed */
+        return;
     case CLI_LIST: report_list(f, (const cli_list *)o->value); return;
     case CLI_CHOICE:
         if (*(const int *)o->value < 0) break;

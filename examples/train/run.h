@@ -115,8 +115,8 @@ static void run_tell_step(train_run *r, const mpt_step_report *s, int64_t index)
     r->line_seconds = 0;
 }
 
-/* A disk that is full now may have room later, and the checkpoint before is still there: so training
-   goes on, and only a missing last one makes the run a failure. */
+/* A disk that is full now may have room later, and the checkpoint before is still there: so the run
+   goes on, and only a missing last one makes it a failure. */
 static void run_save(train_run *r, bool last) {
     if (checkpoint_save(&r->saved, r->trainer, r->data) == CLI_RUN) return;
     r->saved.saved_at = cli_seconds();
