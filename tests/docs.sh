@@ -56,8 +56,8 @@ check_program() {
     same "README's program is examples/04_train.c" "$(sed -n '/^#define/,$p' examples/04_train.c)" \
         "$(cat "$work/app.c")"
     same "README's program compiles: $build" "" "$(cd "$work" && ${build/#cc/$CC} 2>&1)"
-    same "README's program trains" "epoch 1 epoch 2 epoch 3 epoch 4 model.safetensors" "$(
-        cd "$work" && { eval "$run" 2>&1 | sed 's/:.*of 40 right.*//'; ls model.safetensors; } |
+    same "README's program trains" "epoch 1 epoch 2 epoch 3 epoch 4 w.safetensors" "$(
+        cd "$work" && { eval "$run" 2>&1 | sed 's/:.*of 40 right.*//'; ls w.safetensors; } |
             tr '\n' ' ' | sed 's/ $//')"
 }
 
