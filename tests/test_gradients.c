@@ -57,6 +57,15 @@ static int residual_of_the_picture_net(mpt_model *m) {
     int y = mpt_batchnorm(m, conv(m, MPT_INPUT, 3, 3, 1, 1), NULL);
     return logits_of(m, mpt_relu(m, mpt_add(m, y, MPT_INPUT)));
 }
+static int residual_of_the_normed_net(mpt_model *m) { /* x has two readers: not fused */
+    int x = conv(m, MPT_INPUT, 6, 3, 1, 1);
+    return logits_of(m, mpt_relu(m, mpt_add(m, mpt_batchnorm(m, x, NULL), x)));
+}
+static int residual_with_more_readers_net(mpt_model *m) { /* both sides have gradients before */
+    int x = conv(m, MPT_INPUT, 6, 3, 1, 1), y = mpt_relu(m, conv(m, MPT_INPUT, 6, 3, 1, 1));
+    int z = mpt_relu(m, mpt_add(m, mpt_batchnorm(m, x, NULL), y));
+    return logits_of(m, mpt_add(m, mpt_add(m, z, x), y));
+}
 static int add_net(mpt_model *m) {
     int x = conv(m, MPT_INPUT, 4, 3, 1, 1);
     return logits_of(m, mpt_add(m, mpt_add(m, x, conv(m, x, 4, 3, 1, 1)), x));
@@ -113,6 +122,8 @@ static const named_net nets[] = {
     {"batch norm of a dense layer", batchnorm_1x1_net, 0},
     {"batch norm, add, relu", residual_net, 0},
     {"batch norm, add of the picture, relu", residual_of_the_picture_net, 0},
+    {"batch norm, add of what was normed, relu", residual_of_the_normed_net, 0},
+    {"batch norm, add, relu, all read again", residual_with_more_readers_net, 0},
     {"add", add_net, 0},
     {"add of a value to itself", add_of_the_same_net, 0},
     {"max pool", max_pool_net, 0},
