@@ -1202,8 +1202,14 @@ MPT_API MPT_CHECKED mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mp
    needs no labels. */
 MPT_API MPT_CHECKED mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch,
                                            float *probabilities);
-MPT_API int64_t
-mpt_trainer_steps(const mpt_trainer *t); /* attempted so far, also before a restart */
+typedef struct mpt_trainer_info {
+    int64_t steps;         /* attempted so far, also before a restart */
+    int64_t applied_steps; /* without the skipped ones */
+    float loss_scale;      /* of the next step */
+    const char *backend;   /* "cpu" */
+    const char *kernels;   /* its family, on which the bits of a run depend: "plain", "avx2" */
+} mpt_trainer_info;
+MPT_API mpt_trainer_info mpt_trainer_get_info(const mpt_trainer *t);
 
 /* SHA-256 of all that was learned, as little-endian FP32: parameters in model order, then running
    mean and running variance of each batch norm. 64 hex digits. */
@@ -1411,6 +1417,7 @@ typedef struct mpt_backend {
     const char *name;
     mpt_result (*open)(mpt_ctx *ctx, int device, void **self);
     void (*close)(void *self);
+    const char *(*kernels)(void *self); /* name of the family of kernels it chose, static text */
 
     size_t (*conv2d_fprop_workspace_bytes)(void *self, const mpt_conv2d_args *a);
     size_t (*conv2d_dgrad_workspace_bytes)(void *self, const mpt_conv2d_args *a);
@@ -1962,7 +1969,7 @@ static bool mpti_is_nan(float x) {
     return (mpti_f32_bits(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
-/* ---- what a field of a desc may be ------------------------------------------------------------ */
+/* ---- what a field of a desc may be ----------------------------------------------------------- */
 /* In bits, since -ffast-math lets a compiler take every isfinite() for true. */
 static bool mpti_is_finite(float x) {
     return (mpti_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
@@ -9247,8 +9254,8 @@ static size_t mpti_conv2d_define_bytes(const mpt_conv2d_args *a, mpti_direction 
 
    dgrad is the same with dy for x and a turned filter. With a stride, the pixels of dx fall into
    stride * stride phases by what is left of (h + padding, w + padding) / stride; each meets only
-   every stride-th tap, and is a convolution of step 1 of its own. Each output number is a sum in the
-   order r, s, c, in pieces that follow from the filter alone: no choice of band changes a bit. */
+   every stride-th tap, and is a convolution of step 1 of its own. Each output number is a sum in
+   the order r, s, c, in pieces that follow from the filter alone: no choice of band changes a bit. */
 enum {
     MPTI_CONV_CHUNKS = 32,        /* each has scratch of its own */
     MPTI_BAND_FLOATS = 32 * 1024, /* of a staged band and its results: half of a 256 KiB L2 cache */
@@ -10640,6 +10647,10 @@ static mpt_result mpti_input_normalize(void *self, const mpt_normalize_args *a) 
 }
 
 /* ---- the table ------------------------------------------------------------------------------- */
+static const char *mpti_cpu_kernels(void *self) {
+    return ((const mpti_cpu *)self)->family->name;
+}
+
 /* family NULL: the first that this processor has. */
 static mpt_result mpti_cpu_open_family(mpt_ctx *ctx, const char *family, void **self) {
     const size_t count = sizeof mpti_cpu_families / sizeof mpti_cpu_families[0];
@@ -10676,7 +10687,7 @@ static void mpti_cpu_close(void *self) {
 
 MPT_API const mpt_backend *mpt_backend_cpu(void) {
     static const mpt_backend table = {
-        "cpu", mpti_cpu_open, mpti_cpu_close,
+        "cpu", mpti_cpu_open, mpti_cpu_close, mpti_cpu_kernels,
         mpti_conv2d_fprop_bytes, mpti_conv2d_dgrad_bytes, mpti_conv2d_wgrad_bytes,
         mpti_conv2d_fprop, mpti_conv2d_dgrad, mpti_conv2d_wgrad,
         mpti_dense_fprop_bytes, mpti_dense_dgrad_bytes, mpti_dense_wgrad_bytes,
@@ -13729,8 +13740,8 @@ static mpt_result mpti_trainer_stuck(const mpt_trainer *t) {
     }
     return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
                      "%d steps in a row were skipped at the smallest loss scale %g; first bad "
-                     "tensor: gradient of %s, element %lld. Lower the learning rate or "
-                     "loss_scaler.min_scale; mpt_trainer_autopsy tells where it begins",
+                     "tensor: gradient of %s, element %lld: lower the learning rate or the "
+                     "smallest loss scale, or look at the data",
                      t->scaler.skips_at_min, (double)t->scaler.scale, name, (long long)element);
 }
 
@@ -13820,8 +13831,17 @@ MPT_API mpt_result mpt_trainer_sync(mpt_trainer *t, mpt_step_report *out) {
     return MPT_OK;
 }
 
-MPT_API int64_t mpt_trainer_steps(const mpt_trainer *t) {
-    return t ? t->step : 0;
+MPT_API mpt_trainer_info mpt_trainer_get_info(const mpt_trainer *t) {
+    mpt_trainer_info info;
+
+    memset(&info, 0, sizeof info);
+    if (!t) return info;
+    info.steps = t->step;
+    info.applied_steps = t->optimizer.applied_steps;
+    info.loss_scale = t->scaler.scale;
+    info.backend = t->net.backend->name;
+    info.kernels = t->net.backend->kernels(t->net.self);
+    return info;
 }
 
 /* ---- the autopsy of a skipped step --------------------------------------------------------------
@@ -15107,7 +15127,7 @@ MPT_API mpt_result mpt_trainer_import(mpt_trainer *t, const mpt_io *io, const ch
 /* ---- checkpoints: everything that goes into the next step ---------------------------------------
    One safetensors file with a checksum over all of it. Flat rows as they are in memory: nothing is
    rounded or turned, so a run goes on bit for bit. */
-enum { MPTI_COUNTERS = 9 };
+enum { MPTI_COUNTERS = 11 };
 
 typedef struct mpti_checkpoint_row {
     const char *name;
@@ -15160,6 +15180,8 @@ static void mpti_checkpoint_counters(const mpt_trainer *t, int64_t c[MPTI_COUNTE
     c[6] = (int64_t)mpti_model_fingerprint(t->model);
     c[7] = (int64_t)t->desc.seed;
     c[8] = (int64_t)t->desc.optimizer.kind;
+    c[9] = (int64_t)t->batch_size * t->desc.accumulate_steps;
+    c[10] = t->desc.total_steps;
 }
 
 static mpt_result mpti_checkpoint_add(mpt_safetensors_writer *w, const char *name, mpt_dtype dtype,
@@ -15275,6 +15297,24 @@ static mpt_result mpti_checkpoint_check_counters(mpt_trainer *t, mpt_safetensors
     return MPT_OK;
 }
 
+/* Both are the caller's right, and often a slip. */
+static void mpti_checkpoint_warn(const mpt_trainer *t, const char *path, const int64_t *c) {
+    int64_t records = (int64_t)t->batch_size * t->desc.accumulate_steps;
+    char text[320];
+
+    if (c[9] != records) {
+        snprintf(text, sizeof text,
+                 "%s: it was trained with %lld records a step, this run takes %lld",
+                 mpti_path_tail(path), (long long)c[9], (long long)records);
+        mpti_log(t->ctx, MPT_LOG_WARNING, text);
+    }
+    if (c[10] != t->desc.total_steps) {
+        snprintf(text, sizeof text, "%s: its schedule ran to step %lld, this one runs to %lld",
+                 mpti_path_tail(path), (long long)c[10], (long long)t->desc.total_steps);
+        mpti_log(t->ctx, MPT_LOG_WARNING, text);
+    }
+}
+
 /* All is looked at before anything changes: then only storage can still fail. */
 static mpt_result mpti_checkpoint_apply(mpt_trainer *t, mpt_safetensors *s, mpt_loader *data,
                                         const char *path) {
@@ -15303,6 +15343,7 @@ static mpt_result mpti_checkpoint_apply(mpt_trainer *t, mpt_safetensors *s, mpt_
             rc = mpt_safetensors_read(s, at[i], rows[i].data,
                                       sizeof(float) * (size_t)rows[i].count);
     if (rc) return rc;
+    mpti_checkpoint_warn(t, path, c);
     t->scaler = scaler;
     t->step = c[0];
     mpti_optimizer_resume(&t->optimizer, c[1]);
