@@ -3109,6 +3109,7 @@ static mpt_result mpti_output_create(mpti_output *o, mpt_error *err) {
 static mpt_result mpti_output_open(const mpt_allocator *allocator, const mpt_io *io,
                                    const char *path, mpt_error *err, mpti_output *o) {
     struct stat status;
+    bool exists;
     mpt_result rc;
 
     memset(o, 0, sizeof *o);
@@ -3121,8 +3122,13 @@ static mpt_result mpti_output_open(const mpt_allocator *allocator, const mpt_io 
     o->temporary_bytes = strlen(path) + 48; /* two numbers of at most 20 digits, 6 more, the end */
     o->temporary = (char *)mpti_alloc(allocator, o->temporary_bytes);
     o->buffer = (uint8_t *)mpti_alloc(allocator, MPTI_OUTPUT_BUFFER);
-    if (io == mpt_io_files() && stat(path, &status) == 0 && S_ISDIR(status.st_mode))
+    exists = io == mpt_io_files() && stat(path, &status) == 0;
+    if (exists && S_ISDIR(status.st_mode))
         rc = mpti_io_fail(err, MPT_ERR_IO, EISDIR, path, "write it", io, NULL); /* not at the end */
+    else if (exists && !S_ISREG(status.st_mode)) /* as root, /dev/null would turn into a file */
+        rc = MPTI_FAIL(err, MPT_ERR_IO,
+                       "%s: can't write it: it is a device or a pipe, which the file would replace",
+                       mpti_path_tail(path));
     else if (o->path && o->temporary && o->buffer) rc = mpti_output_create(o, err);
     else
         rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory to write it",
