@@ -1501,6 +1501,9 @@ __attribute__((format(printf, 6, 7))) static mpt_result mpti_fail_at(mpt_error *
     return code;
 }
 #define MPTI_FAIL(err, code, ...) mpti_fail_at(err, __FILE__, __LINE__, code, 0, __VA_ARGS__)
+#define MPTI_DAMAGED(err, ...) MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, __VA_ARGS__)
+#define MPTI_REFUSED(err, ...) MPTI_FAIL(err, MPT_ERR_UNSUPPORTED, __VA_ARGS__)
+#define MPTI_NO_MEMORY(err, ...) MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, __VA_ARGS__)
 #define MPTI_FAIL_ERRNO(err, code, number, ...) \
     mpti_fail_at(err, __FILE__, __LINE__, code, number, __VA_ARGS__)
 
@@ -1857,7 +1860,7 @@ static bool mpti_is_nan(float x) {
     return (mpti_f32_bits(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
-/* ---- what a field of a desc may be ------------------------------------------------------------ */
+/* ---- what a field of a desc may be ----------------------------------------------------------- */
 /* In bits, since -ffast-math lets a compiler take every isfinite() for true. */
 static bool mpti_is_finite(float x) {
     return (mpti_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
@@ -2456,7 +2459,7 @@ static mpt_result mpti_pool_create(const mpt_allocator *allocator, int num_threa
     mpti_pool *p = (mpti_pool *)mpti_calloc(allocator, 1, sizeof *p);
     int number;
 
-    if (!p) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the thread pool");
+    if (!p) return MPTI_NO_MEMORY(err, "no memory for the thread pool");
     p->allocator = *allocator;
     p->num_threads = num_threads - 1;
     mpti_mutex_init(&p->lock);
@@ -2468,7 +2471,7 @@ static mpt_result mpti_pool_create(const mpt_allocator *allocator, int num_threa
         if (!p->threads) {
             p->num_threads = 0;
             mpti_pool_destroy(p);
-            return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for %d threads", num_threads);
+            return MPTI_NO_MEMORY(err, "no memory for %d threads", num_threads);
         }
     }
     while (p->num_started < p->num_threads) {
@@ -2491,9 +2494,8 @@ MPT_API mpt_result mpt_parallel_for(mpt_ctx *ctx, int64_t num_chunks, mpt_chunk_
 
     if (!ctx) return MPT_ERR_INVALID_ARGUMENT;
     if (num_chunks < 0 || !fn) {
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                     "mpt_parallel_for: num_chunks is negative or fn is NULL"));
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "mpt_parallel_for: num_chunks is negative or fn is NULL");
     }
     if (!ctx->pool) {
         rc = mpti_pool_create(&ctx->desc.allocator, ctx->desc.num_threads, &ctx->error, &ctx->pool);
@@ -2929,11 +2931,10 @@ static mpt_result mpti_file_load(const mpt_io *io, const char *path, size_t limi
 
     while (rc == MPT_OK && got > 0) {
         if (out->size > limit)
-            rc = MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "%s: larger than the %llu bytes it may have",
-                           mpti_path_tail(path), (unsigned long long)limit);
+            rc = MPTI_DAMAGED(err, "%s: larger than the %llu bytes it may have",
+                              mpti_path_tail(path), (unsigned long long)limit);
         else if (!mpti_buffer_reserve(out, 16 * 1024))
-            rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory to read it",
-                           mpti_path_tail(path));
+            rc = MPTI_NO_MEMORY(err, "%s: no memory to read it", mpti_path_tail(path));
         else
             rc = mpti_file_read_some(&file, err, out->data + out->size, out->capacity - out->size,
                                      &got);
@@ -3012,9 +3013,7 @@ static mpt_result mpti_output_open(const mpt_allocator *allocator, const mpt_io 
     if (io == mpt_io_files() && stat(path, &status) == 0 && S_ISDIR(status.st_mode))
         rc = mpti_io_fail(err, MPT_ERR_IO, EISDIR, path, "write it", io, NULL); /* not at the end */
     else if (o->path && o->temporary && o->buffer) rc = mpti_output_create(o, err);
-    else
-        rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory to write it",
-                       mpti_path_tail(path));
+    else rc = MPTI_NO_MEMORY(err, "%s: no memory to write it", mpti_path_tail(path));
     if (rc) mpti_output_close(o);
     return rc;
 }
@@ -3297,8 +3296,8 @@ static mpt_result mpti_zlib_open(const mpt_allocator *allocator, mpt_compression
     }
     if (code != Z_OK) {
         mpti_zlib_close(s);
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for %s", mpti_path_tail(path),
-                         mpti_compression_name(kind));
+        return MPTI_NO_MEMORY(err, "%s: no memory for %s", mpti_path_tail(path),
+                              mpti_compression_name(kind));
     }
     s->opened = true;
     s->block = block;
@@ -3322,15 +3321,13 @@ static mpt_result mpti_zlib_read(mpti_zlib *s, mpti_file *file, const char *wher
             if (rc) return rc;
             if (n == 0 && s->between) return MPT_OK;
             if (n == 0)
-                return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                                 "%s: the %s stream ends in the middle; the file is cut", where,
-                                 name);
+                return MPTI_DAMAGED(err, "%s: the %s stream ends in the middle; the file is cut",
+                                    where, name);
             s->z.next_in = s->block->data;
             s->z.avail_in = (uInt)n;
         }
         if (s->between && s->kind == MPT_COMPRESSION_ZLIB)
-            return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                             "%s: the file goes on behind the zlib stream", where);
+            return MPTI_DAMAGED(err, "%s: the file goes on behind the zlib stream", where);
         if (s->between)
             inflateReset(&s->z); /* gzip: the next member, whose header inflate checks */
         s->later_member |= s->between;
@@ -3342,8 +3339,7 @@ static mpt_result mpti_zlib_read(mpti_zlib *s, mpti_file *file, const char *wher
         s->between = code == Z_STREAM_END;
         if (*got > 0) return MPT_OK; /* what came before a fault is good; the fault comes again */
         if (code == Z_OK || code == Z_STREAM_END || code == Z_BUF_ERROR) continue;
-        if (code == Z_MEM_ERROR)
-            return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for %s", where, name);
+        if (code == Z_MEM_ERROR) return MPTI_NO_MEMORY(err, "%s: no memory for %s", where, name);
         rc = MPTI_FAIL_ERRNO(err, MPT_ERR_CORRUPT_DATA, code,
                              "%s: the %s stream is damaged (zlib: %s)%s", where, name,
                              s->z.msg ? s->z.msg : "it needs a dictionary",
@@ -3382,10 +3378,8 @@ static mpt_result mpti_zlib_open(const mpt_allocator *allocator, mpt_compression
                                  const char *path, mpti_block *block, mpt_error *err,
                                  mpti_zlib **out) {
     (void)allocator, (void)level, (void)block, (void)out;
-    return MPTI_FAIL(
-        err, MPT_ERR_UNSUPPORTED,
-        "%s: %s compression needs a program built with -DMPTRAIN_ZLIB and -lz",
-        mpti_path_tail(path), mpti_compression_name(kind));
+    return MPTI_REFUSED(err, "%s: %s compression needs a program built with -DMPTRAIN_ZLIB and -lz",
+                        mpti_path_tail(path), mpti_compression_name(kind));
 }
 #endif
 
@@ -3454,8 +3448,8 @@ static const char *mpti_tfrecord_where(const mpt_tfrecord *f, char text[256]) {
 }
 
 static mpt_result mpti_tfrecord_no_memory(mpt_tfrecord *f, size_t bytes) {
-    return MPTI_FAIL(&f->error, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for a block of %llu bytes",
-                     mpti_path_tail(f->path), (unsigned long long)bytes);
+    return MPTI_NO_MEMORY(&f->error, "%s: no memory for a block of %llu bytes",
+                          mpti_path_tail(f->path), (unsigned long long)bytes);
 }
 
 /* At least one byte of the (decompressed) file; *got = 0: the end. */
@@ -3546,10 +3540,10 @@ static mpt_result mpti_tfrecord_cut(mpt_tfrecord *f, uint64_t have, uint64_t nee
                                     const char *part) {
     char where[256];
 
-    return MPTI_FAIL(&f->error, MPT_ERR_CORRUPT_DATA,
-                     "%s: the file is cut: it ends inside the %s, %llu of %llu bytes are missing",
-                     mpti_tfrecord_where(f, where), part, (unsigned long long)(need - have),
-                     (unsigned long long)need);
+    return MPTI_DAMAGED(
+        &f->error, "%s: the file is cut: it ends inside the %s, %llu of %llu bytes are missing",
+        mpti_tfrecord_where(f, where), part, (unsigned long long)(need - have),
+        (unsigned long long)need);
 }
 
 /* Passes over the record that begins here, whose header has been checked. Its last four bytes are
@@ -3607,13 +3601,13 @@ static mpt_result mpti_tfrecord_bad_length(mpt_tfrecord *f, const uint8_t *head)
 
     mpti_tfrecord_where(f, where);
     if (f->record > 0)
-        return MPTI_FAIL(
-            &f->error, MPT_ERR_CORRUPT_DATA,
+        return MPTI_DAMAGED(
+            &f->error,
             "%s: length checksum is wrong (stored %08x, computed %08x); where the next "
             "record begins is not known",
             where, stored, computed);
-    return MPTI_FAIL(
-        &f->error, MPT_ERR_CORRUPT_DATA,
+    return MPTI_DAMAGED(
+        &f->error,
         "%s: length checksum is wrong (stored %08x, computed %08x; the first bytes are "
         "%02x %02x %02x %02x %02x %02x %02x %02x): damaged, or no TFRecord file%s",
         where, stored, computed, head[0], head[1], head[2], head[3], head[4], head[5], head[6],
@@ -3646,17 +3640,16 @@ static mpt_result mpti_tfrecord_header(mpt_tfrecord *f) {
     length = mpti_load_u64(head);
     f->position.size = length;
     if (length > (uint64_t)INT64_MAX - MPTI_FRAME_BYTES - f->offset)
-        return MPTI_FAIL(&f->error, MPT_ERR_CORRUPT_DATA,
-                         "%s: its length of %llu bytes is more than a file holds",
-                         mpti_tfrecord_where(f, where), (unsigned long long)length);
+        return MPTI_DAMAGED(&f->error, "%s: its length of %llu bytes is more than a file holds",
+                            mpti_tfrecord_where(f, where), (unsigned long long)length);
     bytes = length + MPTI_FRAME_BYTES;
     if (mpti_tfrecord_left(f) < bytes) mpti_file_measure(&f->file); /* it may have grown */
     if (mpti_tfrecord_left(f) < bytes)
         return mpti_tfrecord_cut(f, mpti_tfrecord_left(f), bytes, "record");
     if (length > f->desc.max_record_bytes || length > SIZE_MAX - MPTI_FRAME_BYTES) {
         f->skip_pending = f->resync = true;
-        return MPTI_FAIL(
-            &f->error, MPT_ERR_CORRUPT_DATA,
+        return MPTI_DAMAGED(
+            &f->error,
             "%s: its %llu bytes are more than max_record_bytes (%llu): raise it if they are "
             "meant to be",
             mpti_tfrecord_where(f, where), (unsigned long long)length,
@@ -3687,8 +3680,8 @@ static mpt_result mpti_tfrecord_payload(mpt_tfrecord *f, mpti_record *out) {
     computed = mpti_masked_crc32c(out->payload.data, length);
     if (stored == computed) return MPT_OK;
     f->resync = true;
-    return MPTI_FAIL(
-        &f->error, MPT_ERR_CORRUPT_DATA,
+    return MPTI_DAMAGED(
+        &f->error,
         "%s: payload checksum is wrong (stored %08x, computed %08x); the file is damaged here",
         mpti_tfrecord_where(f, where), stored, computed);
 }
@@ -3797,7 +3790,7 @@ static mpt_result mpti_tfrecord_open_sized(const mpt_allocator *allocator,
 
     if (rc) return rc;
     f = (mpt_tfrecord *)mpti_calloc(allocator, 1, sizeof *f);
-    if (!f) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a reader");
+    if (!f) return MPTI_NO_MEMORY(err, "no memory for a reader");
     f->allocator = allocator;
     f->desc = resolved;
     f->block_bytes = f->ask = block_bytes;
@@ -3805,7 +3798,7 @@ static mpt_result mpti_tfrecord_open_sized(const mpt_allocator *allocator,
     f->path = mpti_strdup(allocator, resolved.path);
     f->desc.path = f->path;
     rc = f->path ? mpti_file_open(resolved.io, f->path, &f->error, &f->file)
-                 : MPTI_FAIL(&f->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a path");
+                 : MPTI_NO_MEMORY(&f->error, "no memory for a path");
     if (rc == MPT_OK) rc = mpti_tfrecord_start(f);
     if (rc == MPT_OK) {
         *out = f;
@@ -3827,17 +3820,16 @@ static mpt_result mpti_tfrecord_seek(mpt_tfrecord *f, mpt_error *err, int64_t re
     mpt_result rc = MPT_OK;
 
     if (f->zlib)
-        return MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                         "%s: a file compressed with %s can't be sought in",
-                         mpti_path_tail(f->path), mpti_compression_name(f->compression));
+        return MPTI_REFUSED(err, "%s: a file compressed with %s can't be sought in",
+                            mpti_path_tail(f->path), mpti_compression_name(f->compression));
     if (record < 0)
         return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_tfrecord_seek: record is negative");
     if (f->file.size >= 0 && offset > (uint64_t)f->file.size)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                         "%s: no record %lld at offset %llu: the file has %lld bytes: has it "
-                         "changed since its index was made?",
-                         mpti_path_tail(f->path), (long long)record, (unsigned long long)offset,
-                         (long long)f->file.size);
+        return MPTI_DAMAGED(err,
+                            "%s: no record %lld at offset %llu: the file has %lld bytes: has it "
+                            "changed since its index was made?",
+                            mpti_path_tail(f->path), (long long)record, (unsigned long long)offset,
+                            (long long)f->file.size);
     rc = mpti_tfrecord_jump(f, offset);
     if (rc) {
         if (err) *err = f->error;
@@ -3866,9 +3858,9 @@ static mpt_result mpti_tfrecord_skip(mpt_tfrecord *f) {
 
     if (f->num_bad == f->desc.max_bad_records) {
         f->failed = true;
-        return MPTI_FAIL(&f->error, MPT_ERR_CORRUPT_DATA,
-                         "more bad records than max_bad_records (%lld); the last: %.300s",
-                         (long long)f->desc.max_bad_records, cause.message);
+        return MPTI_DAMAGED(&f->error,
+                            "more bad records than max_bad_records (%lld); the last: %.300s",
+                            (long long)f->desc.max_bad_records, cause.message);
     }
     f->num_bad++;
     f->left_out = !f->resync || f->desc.on_bad_record == MPT_BAD_RECORD_SKIP_FILE;
@@ -3967,7 +3959,7 @@ static mpt_result mpti_writer_open(mpt_ctx *ctx, const mpt_tfrecord_writer_desc 
     w->max_record_bytes = desc->max_record_bytes ? desc->max_record_bytes : (uint64_t)1 << 30;
     if (desc->compression != MPT_COMPRESSION_NONE) {
         block = mpti_block_create(allocator, MPTI_OUTPUT_BUFFER);
-        if (!block) return MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a block");
+        if (!block) return MPTI_NO_MEMORY(&ctx->error, "no memory for a block");
         rc = mpti_zlib_open(allocator, desc->compression, level, desc->path, block, &ctx->error,
                             &w->zlib);
         if (rc) mpti_block_release(block);
@@ -3992,12 +3984,9 @@ MPT_API mpt_result mpt_tfrecord_writer_open(mpt_ctx *ctx, const mpt_tfrecord_wri
                 ? "compression_level is not 0 to 9"
                 : NULL;
     if (wrong)
-        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                          "mpt_tfrecord_writer_desc.%s", wrong));
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT, "mpt_tfrecord_writer_desc.%s", wrong);
     w = (mpt_tfrecord_writer *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *w);
-    if (!w)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer"));
+    if (!w) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer");
     rc = mpti_writer_open(ctx, desc, w);
     if (rc) mpt_tfrecord_writer_close(w);
     else *out = w;
@@ -4018,12 +4007,11 @@ MPT_API mpt_result mpt_tfrecord_writer_write(mpt_tfrecord_writer *w, mpt_bytes r
     rc = mpti_writer_check_open(w);
     if (rc) return mpti_report(w->ctx, rc);
     if (record.size > w->max_record_bytes)
-        return mpti_report(
-            w->ctx,
-            MPTI_FAIL(&w->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                      "%s: record %lld: its %llu bytes are more than max_record_bytes (%llu)",
-                      mpti_path_tail(w->output.path), (long long)w->record,
-                      (unsigned long long)record.size, (unsigned long long)w->max_record_bytes));
+        return MPTI_REPORT(w->ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "%s: record %lld: its %llu bytes are more than max_record_bytes (%llu)",
+                           mpti_path_tail(w->output.path), (long long)w->record,
+                           (unsigned long long)record.size,
+                           (unsigned long long)w->max_record_bytes);
     mpti_store_u64(head, record.size);
     mpti_store_u32(head + 8, mpti_masked_crc32c(head, 8));
     mpti_store_u32(foot, mpti_masked_crc32c(record.data, record.size));
@@ -4065,8 +4053,7 @@ static void mpti_index_destroy(const mpt_allocator *allocator, mpt_tfrecord_inde
 static mpt_result mpti_index_add(mpti_index *index, const mpt_tfrecord *f, uint64_t offset,
                                  mpt_error *err) {
     if (!mpti_buffer_append(&index->offsets, &offset, sizeof offset))
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for its index",
-                         mpti_path_tail(f->path));
+        return MPTI_NO_MEMORY(err, "%s: no memory for its index", mpti_path_tail(f->path));
     index->view.offsets = (const uint64_t *)(const void *)index->offsets.data;
     index->view.num_records = (int64_t)(index->offsets.size / sizeof offset) - 1;
     return MPT_OK;
@@ -4114,8 +4101,8 @@ static mpt_result mpti_index_parse(mpti_index *index, const mpt_tfrecord *f, con
         if (good && p < end && *p == '\r') p++;
         if (good && p < end) good = *p++ == '\n';
         if (!good || offset != expected || size < MPTI_FRAME_BYTES || size > UINT64_MAX - offset)
-            return MPTI_FAIL(
-                err, MPT_ERR_CORRUPT_DATA,
+            return MPTI_DAMAGED(
+                err,
                 "%s: line %lld: a line \"offset size\" that begins at %llu is expected: make the "
                 "index anew",
                 mpti_path_tail(path), (long long)line, (unsigned long long)expected);
@@ -4155,11 +4142,11 @@ static mpt_result mpti_index_check(const mpt_tfrecord_index *index, mpt_tfrecord
         if (err) *err = f->error;
         return rc;
     }
-    return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                     "%s: it does not fit its file (%lld records, %llu bytes): the file was "
-                     "changed; make the index anew",
-                     mpti_path_tail(path), (long long)num_records,
-                     (unsigned long long)offsets[num_records]);
+    return MPTI_DAMAGED(err,
+                        "%s: it does not fit its file (%lld records, %llu bytes): the file was "
+                        "changed; make the index anew",
+                        mpti_path_tail(path), (long long)num_records,
+                        (unsigned long long)offsets[num_records]);
 }
 
 static mpt_result mpti_index_read(mpti_index *index, mpt_tfrecord *f, mpt_error *err) {
@@ -4169,7 +4156,7 @@ static mpt_result mpti_index_read(mpti_index *index, mpt_tfrecord *f, mpt_error 
     mpti_buffer text = {allocator, NULL, 0, 0};
     mpt_result rc;
 
-    if (!path) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a path");
+    if (!path) return MPTI_NO_MEMORY(err, "no memory for a path");
     snprintf(path, path_bytes, "%s.idx", f->path);
     /* a line has at most 42 characters, a record at least 16 bytes */
     if (f->file.size >= 0 && (uint64_t)f->file.size < limit / 3)
@@ -4188,13 +4175,12 @@ static mpt_result mpti_index_make(const mpt_allocator *allocator, const mpt_tfre
     mpt_tfrecord *f = NULL;
     mpt_result rc;
 
-    if (!index) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for an index");
+    if (!index) return MPTI_NO_MEMORY(err, "no memory for an index");
     index->allocator = index->offsets.allocator = allocator;
     rc = mpti_tfrecord_open_sized(allocator, desc, MPTI_WALK_BLOCK_BYTES, err, &f);
     if (rc == MPT_OK && f->zlib)
-        rc = MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                       "%s: a file compressed with %s can't have an index", mpti_path_tail(f->path),
-                       mpti_compression_name(f->compression));
+        rc = MPTI_REFUSED(err, "%s: a file compressed with %s can't have an index",
+                          mpti_path_tail(f->path), mpti_compression_name(f->compression));
     if (rc == MPT_OK) rc = load ? mpti_index_read(index, f, err) : mpti_index_walk(index, f, err);
     mpt_tfrecord_close(f);
     if (rc) {
@@ -4238,8 +4224,7 @@ MPT_API mpt_result mpt_tfrecord_index_save(mpt_ctx *ctx, const mpt_tfrecord_inde
 
     if (!ctx) return MPT_ERR_INVALID_ARGUMENT;
     if (!index || !path || index->num_records < 0)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_ARGUMENT, "no index or no path"));
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT, "no index or no path");
     rc = mpti_output_open(&ctx->desc.allocator, io ? io : mpt_io_files(), path, &ctx->error,
                           &output);
     if (rc) return mpti_report(ctx, rc);
@@ -4624,9 +4609,9 @@ MPT_API mpt_result mpt_example_check(mpt_ctx *ctx, mpt_bytes example) {
     mpt_result rc = mpti_example_scan(example, NULL, 0, NULL, &error);
 
     if (rc == MPT_OK || !ctx) return rc;
-    return mpti_report(ctx, MPTI_FAIL(&ctx->error, rc, "not a tf.Example: byte %llu of %llu: %s",
-                                      (unsigned long long)error.offset,
-                                      (unsigned long long)example.size, error.cause));
+    return MPTI_REPORT(ctx, rc, "not a tf.Example: byte %llu of %llu: %s",
+                       (unsigned long long)error.offset, (unsigned long long)example.size,
+                       error.cause);
 }
 
 MPT_API mpt_result mpt_example_feature(mpt_bytes example, const char *name, mpt_feature *out) {
@@ -4746,9 +4731,7 @@ MPT_API mpt_result mpt_example_create(mpt_ctx *ctx, mpt_example **out) {
     if (!ctx || !out) return MPT_ERR_INVALID_ARGUMENT;
     *out = NULL;
     e = (mpt_example *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *e);
-    if (!e)
-        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                          "no memory for an Example"));
+    if (!e) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for an Example");
     e->ctx = ctx;
     e->buffer.allocator = &ctx->desc.allocator;
     *out = e;
@@ -4804,8 +4787,7 @@ static mpt_result mpti_example_begin(mpt_example *e, const char *name, mpt_featu
         return MPTI_FAIL(&e->ctx->error, MPT_ERR_INVALID_ARGUMENT, "feature \"%.100s\": %s", name,
                          wrong);
     if (!mpti_buffer_reserve(&e->buffer, (size_t)total + MPTI_EXAMPLE_ROOM))
-        return MPTI_FAIL(&e->ctx->error, MPT_ERR_OUT_OF_MEMORY, "feature \"%.100s\": no memory",
-                         name);
+        return MPTI_NO_MEMORY(&e->ctx->error, "feature \"%.100s\": no memory", name);
     if (e->buffer.size == 0) e->buffer.size = MPTI_EXAMPLE_ROOM;
     p = mpti_wire_put(e->buffer.data + e->buffer.size, 1, entry);
     p = mpti_wire_put(p, 1, key.size);
@@ -4998,9 +4980,6 @@ static void *mpti_stb_realloc(void *p, size_t old_size, size_t size) {
 #endif
 
 /* ---- pictures: what the bytes are ------------------------------------------------------------ */
-#define MPTI_DAMAGED(err, ...) MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, __VA_ARGS__)
-#define MPTI_REFUSED(err, ...) MPTI_FAIL(err, MPT_ERR_UNSUPPORTED, __VA_ARGS__)
-
 static uint32_t mpti_load_uint(const uint8_t *p, int bytes, bool big_endian) {
     uint32_t v = 0;
     int i;
@@ -5615,8 +5594,7 @@ static mpt_result mpti_image_unpack(const mpt_allocator *allocator, mpt_bytes en
     out->height = h;
     out->channels = desc->channels;
     if (out->pixels && !feed.fault && w == info->width && h == info->height) return MPT_OK;
-    if (!out->pixels && out_of_memory)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to decode a picture");
+    if (!out->pixels && out_of_memory) return MPTI_NO_MEMORY(err, "no memory to decode a picture");
     if (feed.fault) return MPTI_DAMAGED(err, "%s", feed.fault);
     return MPTI_DAMAGED(err, "%s: the compressed data are damaged",
                         mpt_image_format_string(info->format));
@@ -5644,7 +5622,7 @@ static mpt_result mpti_image_orient(const mpt_allocator *allocator, int orientat
     uint8_t *turned = (uint8_t *)mpti_sized_alloc(allocator, (size_t)w * (size_t)h * c);
     uint8_t *to = turned;
 
-    if (!turned) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to turn a picture");
+    if (!turned) return MPTI_NO_MEMORY(err, "no memory to turn a picture");
     image->width = swap ? h : w;
     image->height = swap ? w : h;
     for (y = 0; y < image->height; y++) {
@@ -5797,7 +5775,7 @@ static mpt_result mpti_bmp_decode(const mpt_allocator *allocator, mpt_bytes enco
     out->channels = desc->channels;
     bytes = (size_t)(info.width * info.height * desc->channels); /* the rows in the file limit it */
     out->pixels = to = (uint8_t *)mpti_sized_alloc(allocator, bytes);
-    if (!to) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to decode a picture");
+    if (!to) return MPTI_NO_MEMORY(err, "no memory to decode a picture");
     for (y = 0; y < info.height; y++) {
         int64_t line = bmp.top_down ? y : info.height - 1 - y;
         for (x = 0; x < info.width; x++, to += desc->channels) {
@@ -6042,7 +6020,7 @@ static mpt_result mpti_image_resample(const mpt_allocator *allocator, const mpt_
     words = ay.max_weights + (ax.max_weights + 2) * (size_t)out_w;
     bytes = words * 4 + stride;
     wy = (uint32_t *)mpti_alloc(allocator, bytes);
-    if (!wy) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to resize a picture");
+    if (!wy) return MPTI_NO_MEMORY(err, "no memory to resize a picture");
     wx = wy + ay.max_weights;
     spans = (int *)(wx + ax.max_weights * (size_t)out_w);
     row = (uint8_t *)(wy + words);
@@ -6475,8 +6453,7 @@ static mpt_result mpti_loader_list_one(mpt_loader *ld, const char *pattern, mpt_
         }
     }
     if (rc) return rc;
-    if (l.out_of_memory)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the list of files");
+    if (l.out_of_memory) return MPTI_NO_MEMORY(err, "no memory for the list of files");
     if (l.found == 0 && l.skipped > 0)
         return MPTI_FAIL(err, MPT_ERR_IO,
                          "%s: none of its %d files is named like a TFRecord shard (*tfrecord*, "
@@ -6544,8 +6521,8 @@ static mpt_result mpti_loader_list(mpt_loader *ld, mpt_error *err) {
         if (rc) return rc;
     }
     if (ld->num_files >= MPTI_MAX_FILES)
-        return MPTI_FAIL(err, MPT_ERR_UNSUPPORTED, "%d files: at most %d, merge some",
-                         ld->num_files, MPTI_MAX_FILES - 1);
+        return MPTI_REFUSED(err, "%d files: at most %d, merge some", ld->num_files,
+                            MPTI_MAX_FILES - 1);
     qsort(ld->files, (size_t)ld->num_files, sizeof *ld->files, mpti_compare_names);
     for (i = 1; i < ld->num_files; i++)
         if (!strcmp(ld->files[i - 1], ld->files[i]))
@@ -6667,7 +6644,7 @@ static mpt_result mpti_loader_read_dataset_info(mpt_loader *ld, mpt_error *err) 
     rc = mpti_file_load(ld->desc.io, path, 16u << 20, err, &text);
     if (rc) goto done;
     lengths = (int64_t *)mpti_calloc(&ld->allocator, (size_t)ld->num_files, sizeof *lengths);
-    if (!lengths) rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the shard lengths");
+    if (!lengths) rc = MPTI_NO_MEMORY(err, "no memory for the shard lengths");
     if (!lengths) goto done;
     memset(&j, 0, sizeof j);
     j.p = (const char *)text.data;
@@ -6763,8 +6740,7 @@ static mpt_result mpti_loader_set_keys(mpt_loader *ld, const char *image_key, co
                                        mpt_error *err) {
     ld->image_key = mpti_strdup(&ld->allocator, image_key);
     ld->label_key = mpti_strdup(&ld->allocator, label_key);
-    if (!ld->image_key || !ld->label_key)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the keys");
+    if (!ld->image_key || !ld->label_key) return MPTI_NO_MEMORY(err, "no memory for the keys");
     ld->label_offset = ld->desc.label_offset;
     if (!ld->desc.label_offset_is_set)
         ld->label_offset = strcmp(label_key, "image/class/label") == 0;
@@ -6789,9 +6765,9 @@ static mpt_result mpti_loader_first_record(mpt_loader *ld, int file, int64_t *re
     mpt_result rc = mpti_tfrecord_open(&ld->allocator, &d, err, &f);
 
     if (rc == MPT_OK && ld->desc.io == mpt_io_files() && f->file.size < 0)
-        rc = MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                       "%s: a pipe or device can't be read again for the next epoch: give files",
-                       mpti_path_tail(ld->files[file]));
+        rc = MPTI_REFUSED(err,
+                          "%s: a pipe or device can't be read again for the next epoch: give files",
+                          mpti_path_tail(ld->files[file]));
     if (rc == MPT_OK) rc = mpti_tfrecord_read(f, err, &record);
     if (rc == MPT_OK) {
         *record_bytes = (int64_t)record.payload.size + MPTI_FRAME_BYTES;
@@ -6822,9 +6798,8 @@ static mpt_result mpti_loader_find_schema(mpt_loader *ld, int64_t *record_bytes,
     if (rc != MPT_OK && damaged && ld->desc.on_bad_record == MPT_BAD_RECORD_FAIL)
         return MPT_ERR_CORRUPT_DATA;
     if (rc != MPT_OK && !damaged)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                         "no record in any of %d files (the first is %s): wrong path?",
-                         ld->num_files, mpti_path_tail(ld->files[0]));
+        return MPTI_DAMAGED(err, "no record in any of %d files (the first is %s): wrong path?",
+                            ld->num_files, mpti_path_tail(ld->files[0]));
     return mpti_loader_set_keys(ld, keys[0] ? keys[0] : "image/encoded",
                                 keys[1] ? keys[1] : "image/class/label", err);
 }
@@ -6920,8 +6895,7 @@ static mpt_result mpti_loader_deal(mpt_loader *ld, mpt_error *err) {
     int *order = (int *)mpti_alloc(&ld->allocator, sizeof *order * (size_t)ld->num_files);
     int i;
 
-    if (!order)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the order of the files");
+    if (!order) return MPTI_NO_MEMORY(err, "no memory for the order of the files");
     for (i = 0; i < ld->num_files; i++) order[i] = i;
     for (i = ld->num_files - 1; i > 0 && !ld->desc.no_shuffle; i--) { /* Fisher-Yates */
         uint32_t random[4];
@@ -7052,17 +7026,17 @@ static mpt_result mpti_stream_read(mpt_loader *ld, const mpti_segment *segment, 
             if (s->read_offset == segment->end) return MPT_END;
             item->record = s->read_next;
             item->offset = s->read_offset;
-            rc = MPTI_FAIL(&error, MPT_ERR_CORRUPT_DATA,
-                           "%s: record %lld is not where its index has it: make the index anew",
-                           path, (long long)s->read_next);
+            rc = MPTI_DAMAGED(&error,
+                              "%s: record %lld is not where its index has it: make the index anew",
+                              path, (long long)s->read_next);
             break;
         }
         rc = mpti_stream_advance(ld, segment, s, item, &record, &error, &resume);
         if (rc == MPT_END && segment->count < 0) return MPT_END;
         if (rc == MPT_END)
-            rc = MPTI_FAIL(&error, MPT_ERR_CORRUPT_DATA,
-                           "%s: ends before record %lld, which its index has: has it changed?",
-                           path, (long long)s->read_next);
+            rc = MPTI_DAMAGED(&error,
+                              "%s: ends before record %lld, which its index has: has it changed?",
+                              path, (long long)s->read_next);
         ours = item->record % segment->stride == segment->phase;
         /* what is wrong with a record is told by the lane that owns it, but ends all */
         if (rc == MPT_ERR_CORRUPT_DATA && !ours && (!resume || skip_file)) return MPT_END;
@@ -7285,16 +7259,16 @@ static mpt_result mpti_feature_require(mpt_bytes example, const char *key, const
     char names[200];
 
     if (f->kind != MPT_FEATURE_NONE && f->kind != kind)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "feature %s is of kind %s, expected %s", key,
-                         mpt_feature_kind_string(f->kind), mpt_feature_kind_string(kind));
+        return MPTI_DAMAGED(err, "feature %s is of kind %s, expected %s", key,
+                            mpt_feature_kind_string(f->kind), mpt_feature_kind_string(kind));
     if (f->kind == kind && f->count == 1) return MPT_OK;
     if (f->count > 1)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "feature %s has %lld values, expected one", key,
-                         (long long)f->count);
-    if (f->name.data) return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "feature %s has no value", key);
+        return MPTI_DAMAGED(err, "feature %s has %lld values, expected one", key,
+                            (long long)f->count);
+    if (f->name.data) return MPTI_DAMAGED(err, "feature %s has no value", key);
     mpti_list_features(example, names, sizeof names);
-    return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                     "no feature %s; there are: %s. Set image_key and label_key", key, names);
+    return MPTI_DAMAGED(err, "no feature %s; there are: %s. Set image_key and label_key", key,
+                        names);
 }
 
 /* Not one of the errors that a policy skips: labels that don't fit mean a wrong offset or a wrong
@@ -7372,7 +7346,7 @@ static mpt_result mpti_loader_fit(const mpt_loader *ld, const mpt_image *image, 
         return mpti_image_resample(&ld->allocator, image, &box, d->width, d->height, flip, pixels,
                                    err);
     whole = (uint8_t *)mpti_alloc(&ld->allocator, ld->sample_bytes);
-    if (!whole) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a picture");
+    if (!whole) return MPTI_NO_MEMORY(err, "no memory for a picture");
     rc = mpti_image_resample(&ld->allocator, image, &box, d->width, d->height, false, whole, err);
     if (rc == MPT_OK) {
         int range = 2 * d->crop_padding + 1;
@@ -7406,10 +7380,9 @@ static mpt_result mpti_loader_decode_picture(const mpt_loader *ld, mpt_bytes byt
         image.channels = ld->desc.channels;
         image.pixels = (uint8_t *)(uintptr_t)bytes.data; /* only read */
         if (!x && bytes.size != ld->sample_bytes)
-            return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                             "feature %s has %zu bytes, raw pixels %d x %d x %d need %zu",
-                             ld->image_key, bytes.size, ld->desc.height, ld->desc.width,
-                             ld->desc.channels, ld->sample_bytes);
+            return MPTI_DAMAGED(err, "feature %s has %zu bytes, raw pixels %d x %d x %d need %zu",
+                                ld->image_key, bytes.size, ld->desc.height, ld->desc.width,
+                                ld->desc.channels, ld->sample_bytes);
         return mpti_loader_fit(ld, &image, epoch, id, pixels, err);
     }
     rc = mpti_image_decode(&ld->allocator, bytes, &ld->image, err, &image);
@@ -7432,8 +7405,7 @@ static mpt_result mpti_loader_decode_example(const mpt_loader *ld, const mpti_it
     names[0] = ld->image_key;
     names[1] = ld->label_key;
     if (mpti_example_scan(item->payload, names, 2, found, &parse) != MPT_OK)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "no tf.Example: %s at byte %zu", parse.cause,
-                         parse.offset);
+        return MPTI_DAMAGED(err, "no tf.Example: %s at byte %zu", parse.cause, parse.offset);
     rc = mpti_feature_require(item->payload, names[1], &found[1], MPT_FEATURE_INT64, err);
     if (rc == MPT_OK)
         rc = mpti_feature_require(item->payload, names[0], &found[0], MPT_FEATURE_BYTES, err);
@@ -7857,8 +7829,7 @@ static mpt_result mpti_loader_wait(mpt_loader *ld, mpti_loader_batch *batch, mpt
             return MPTI_FAIL(err, MPT_ERR_INTERNAL,
                              "the loader has nothing to do and no batch: please report this");
     }
-    if (ld->out_of_memory)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a record or a picture");
+    if (ld->out_of_memory) return MPTI_NO_MEMORY(err, "no memory for a record or a picture");
     return MPT_OK;
 }
 
@@ -7877,9 +7848,9 @@ static mpt_result mpti_loader_settle_bad(mpt_loader *ld, mpti_loader_batch *batc
                 return bad->error.code;
             }
             if (++ld->num_bad > ld->desc.max_bad_records)
-                return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                                 "more than %lld bad records (max_bad_records); the last one: %s",
-                                 (long long)ld->desc.max_bad_records, bad->error.message);
+                return MPTI_DAMAGED(
+                    err, "more than %lld bad records (max_bad_records); the last one: %s",
+                    (long long)ld->desc.max_bad_records, bad->error.message);
             memset(&report, 0, sizeof report);
             report.path = ld->num_files && ld->files ? ld->files[bad->file] : "array";
             report.record = bad->record;
@@ -7903,11 +7874,11 @@ static mpt_result mpti_loader_empty_epoch(const mpt_loader *ld, int64_t usable, 
                          "no batch in an epoch: %lld records don't fill one of %d lanes with a "
                          "batch_size of %d, and MPT_LAST_BATCH_DROP leaves partial ones out",
                          (long long)usable, ld->num_lanes, ld->desc.batch_size);
-    return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                     "an epoch without one usable record (%lld bad ones were left out) in %d "
-                     "files, the first is %s",
-                     (long long)ld->num_bad, ld->num_files,
-                     ld->files ? mpti_path_tail(ld->files[0]) : "an array");
+    return MPTI_DAMAGED(err,
+                        "an epoch without one usable record (%lld bad ones were left out) in %d "
+                        "files, the first is %s",
+                        (long long)ld->num_bad, ld->num_files,
+                        ld->files ? mpti_path_tail(ld->files[0]) : "an array");
 }
 
 /* After an epoch that was read from its start by one rank the number of records is known. */
@@ -8034,7 +8005,7 @@ static mpt_result mpti_loader_make_lut(mpt_loader *ld, mpt_error *err) {
 
     if (ld->desc.dtype == MPT_U8) return MPT_OK;
     ld->lut = mpti_loader_array(ld, (int64_t)channels * 256, mpt_dtype_size(ld->desc.dtype), &ok);
-    if (!ok) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the normalisation table");
+    if (!ok) return MPTI_NO_MEMORY(err, "no memory for the normalisation table");
     for (c = 0; c < channels; c++)
         for (v = 0; v < 256; v++) {
             float x = (float)(((double)v / 255.0 - (double)ld->desc.mean[c]) /
@@ -8094,9 +8065,8 @@ static mpt_result mpti_loader_make_buffers(mpt_loader *ld, mpt_error *err) {
         ok = mpti_loader_make_lane(ld, &ld->lanes[i], first + i);
     for (i = 0; i < 2 && ok; i++) ok = mpti_loader_make_batch(ld, &ld->batches[i]);
     if (ok) return MPT_OK;
-    return MPTI_FAIL(
-        err, MPT_ERR_OUT_OF_MEMORY,
-        "no memory for %d lanes of batches of %d pictures: lower batch_size or shuffle_buffer",
+    return MPTI_NO_MEMORY(
+        err, "no memory for %d lanes of batches of %d pictures: lower batch_size or shuffle_buffer",
         ld->num_lanes, ld->desc.batch_size);
 }
 
@@ -8106,7 +8076,7 @@ static mpt_result mpti_loader_start(mpt_loader *ld, mpt_error *err) {
 
     ld->workers = (mpti_worker *)mpti_loader_array(ld, n > 0 ? n : 1, sizeof(mpti_worker), &ok);
     if (n > 0) ld->threads = (mpti_thread *)mpti_loader_array(ld, n, sizeof(mpti_thread), &ok);
-    if (!ok) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for %d workers", n);
+    if (!ok) return MPTI_NO_MEMORY(err, "no memory for %d workers", n);
     ld->workers[0].ld = ld;
     for (i = 0; i < n; i++) {
         int number;
@@ -8133,7 +8103,7 @@ static mpt_result mpti_loader_find_data(mpt_loader *ld, mpt_error *err) {
     ld->counts = (int64_t *)mpti_loader_array(ld, ld->num_files, sizeof(int64_t), &ok);
     ld->indexes = (mpt_tfrecord_index **)mpti_loader_array(ld, ld->num_files,
                                                            sizeof(mpt_tfrecord_index *), &ok);
-    if (!ok) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for %d files", ld->num_files);
+    if (!ok) return MPTI_NO_MEMORY(err, "no memory for %d files", ld->num_files);
     for (i = 0; i < ld->num_files; i++) ld->counts[i] = -1;
     if (ld->desc.array_images) {
         ld->counts[0] = ld->num_records = ld->desc.array_images->dims[0];
@@ -8177,9 +8147,7 @@ MPT_API mpt_result mpt_loader_create(mpt_ctx *ctx, const mpt_loader_desc *desc, 
     rc = mpti_loader_desc_check(&d, &ctx->error);
     if (rc) return mpti_report(ctx, rc);
     ld = (mpt_loader *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *ld);
-    if (!ld)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a loader"));
+    if (!ld) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a loader");
     ld->ctx = ctx;
     ld->allocator = ctx->desc.allocator;
     ld->desc = d;
@@ -8410,7 +8378,7 @@ static mpt_result mpti_archive_position(const mpt_loader *ld, mpti_archive *a, m
     mpti_archive_i64(a, &p->num_bad, 0, MPTI_MAX_RECORDS);
     mpti_archive_int(a, &p->first_lane, 0, ld->desc.num_lanes - 1);
     mpti_archive_int(a, &p->num_lanes, 1, ld->desc.num_lanes - p->first_lane);
-    return a->bad ? MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "the loader's state is damaged") : MPT_OK;
+    return a->bad ? MPTI_DAMAGED(err, "the loader's state is damaged") : MPT_OK;
 }
 
 MPT_API mpt_result mpt_loader_get_state(mpt_loader *ld, mpt_bytes *out) {
@@ -8447,8 +8415,7 @@ MPT_API mpt_result mpt_loader_get_state(mpt_loader *ld, mpt_bytes *out) {
     crc = a.bad ? 0 : mpt_crc32c(0, b->data, b->size);
     mpti_archive_u64(&a, &crc);
     if (a.bad)
-        return mpti_report(ld->ctx, MPTI_FAIL(&ld->ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                              "no memory for the loader's state"));
+        return MPTI_REPORT(ld->ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for the loader's state");
     out->data = b->data;
     out->size = b->size;
     return MPT_OK;
@@ -8463,12 +8430,11 @@ static mpt_result mpti_state_open(const mpt_loader *ld, mpt_bytes state, mpti_ar
     memset(a, 0, sizeof *a);
     memset(p, 0, sizeof *p);
     if (state.size < MPTI_STATE_HEADER || memcmp(state.data, mpti_state_magic, 8) != 0)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "this is not a loader's state");
+        return MPTI_DAMAGED(err, "this is not a loader's state");
     size = mpti_load_u64(state.data + 8);
     if (size < MPTI_STATE_HEADER + 8 || size > state.size ||
         mpt_crc32c(0, state.data, (size_t)size - 8) != mpti_load_u64(state.data + size - 8))
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                         "the loader's state is damaged (size or checksum)");
+        return MPTI_DAMAGED(err, "the loader's state is damaged (size or checksum)");
     a->p = state.data + MPTI_STATE_HEADER;
     a->end = state.data + size - 8;
     return mpti_archive_position(ld, a, p, err);
@@ -8504,8 +8470,7 @@ static mpt_result mpti_state_walk(mpt_loader *ld, mpt_bytes state, bool apply,
                 found++;
             }
             if (apply && i >= 0 && i < ld->num_lanes) mpti_archive_lane(ld, &lane, &ld->lanes[i]);
-            if (lane.bad)
-                return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "the loader's state is damaged");
+            if (lane.bad) return MPTI_DAMAGED(err, "the loader's state is damaged");
         }
         rest.size -= (size_t)(a.end + 8 - rest.data);
         rest.data = a.end + 8;
@@ -8554,9 +8519,8 @@ static mpt_result mpti_fetch_item(mpt_loader *ld, mpti_stream *s, mpti_item *ite
     if (rc == MPT_ERR_OUT_OF_MEMORY)
         return MPTI_FAIL(err, rc, "no memory for the records of the loader's state");
     if (rc)
-        return MPTI_FAIL(
-            err, MPT_ERR_CORRUPT_DATA,
-            "%s: record %lld of the saved position is not there: has the file changed?",
+        return MPTI_DAMAGED(
+            err, "%s: record %lld of the saved position is not there: has the file changed?",
             mpti_path_tail(ld->files[item->file]), (long long)item->record);
     *item = got;
     return MPT_OK;
@@ -8571,7 +8535,7 @@ static mpt_result mpti_lane_fetch(mpt_loader *ld, mpti_lane *lane, mpt_error *er
 
     if (n == 0) return MPT_OK;
     list = (mpti_item **)mpti_calloc(&ld->allocator, n, sizeof *list);
-    if (!list) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the loader's state");
+    if (!list) return MPTI_NO_MEMORY(err, "no memory for the loader's state");
     for (i = 0; i < n; i++)
         list[i] = i < (size_t)lane->shuffle_count ? &lane->shuffle[i]
                                                   : &lane->pending[i - (size_t)lane->shuffle_count];
@@ -8602,7 +8566,7 @@ static mpt_result mpti_loader_apply_state(mpt_loader *ld, mpt_bytes state, mpti_
     rc = mpti_loader_deal(ld, err);
     if (rc == MPT_OK) rc = mpti_state_walk(ld, state, true, position, err);
     if (rc == MPT_OK && ld->out_of_memory)
-        rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the loader's state");
+        rc = MPTI_NO_MEMORY(err, "no memory for the loader's state");
     for (i = 0; i < ld->num_lanes && rc == MPT_OK; i++)
         rc = mpti_lane_fetch(ld, &ld->lanes[i], err);
     if (rc) return rc;
@@ -13376,8 +13340,7 @@ static mpt_result mpti_safetensors_host(mpt_error *err, const char *path) {
     if (!path) return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "a safetensors path is required");
     memcpy(&first, &one, 1);
     return first == 1 ? MPT_OK
-                      : MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                                  "%s: safetensors needs a little-endian machine", path);
+                      : MPTI_REFUSED(err, "%s: safetensors needs a little-endian machine", path);
 }
 
 /* What stands in front of the checksum in a file of our writer, and what it is. The CRC covers the
@@ -13412,15 +13375,14 @@ mpti_safetensors_fail(mpt_safetensors *s, const char *tensor, const char *format
     vsnprintf(cause, sizeof cause, format, args);
     va_end(args);
     if (!tensor)
-        return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA, "%s: safetensors header: %s",
-                         mpti_path_tail(s->path), cause);
-    return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA, "%s: tensor '%.80s': %s",
-                     mpti_path_tail(s->path), tensor, cause);
+        return MPTI_DAMAGED(&s->ctx->error, "%s: safetensors header: %s", mpti_path_tail(s->path),
+                            cause);
+    return MPTI_DAMAGED(&s->ctx->error, "%s: tensor '%.80s': %s", mpti_path_tail(s->path), tensor,
+                        cause);
 }
 
 static mpt_result mpti_safetensors_no_memory(mpt_safetensors *s) {
-    return MPTI_FAIL(&s->ctx->error, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for its header",
-                     mpti_path_tail(s->path));
+    return MPTI_NO_MEMORY(&s->ctx->error, "%s: no memory for its header", mpti_path_tail(s->path));
 }
 
 static mpt_result mpti_safetensors_bad_json(mpt_safetensors *s, const mpti_json *j) {
@@ -13464,9 +13426,8 @@ static mpt_result mpti_safetensors_shape(mpt_safetensors *s, mpti_json *j,
     for (info->count = 1, info->num_dims = 0; mpti_json_item(j); info->num_dims++) {
         if (!mpti_safetensors_number(j, &dim)) break;
         if (info->num_dims == MPT_SAFETENSORS_MAX_DIMS)
-            return MPTI_FAIL(&s->ctx->error, MPT_ERR_UNSUPPORTED,
-                             "%s: tensor '%.80s' has more than %d dimensions",
-                             mpti_path_tail(s->path), info->name, MPT_SAFETENSORS_MAX_DIMS);
+            return MPTI_REFUSED(&s->ctx->error, "%s: tensor '%.80s' has more than %d dimensions",
+                                mpti_path_tail(s->path), info->name, MPT_SAFETENSORS_MAX_DIMS);
         if (dim > 0 && info->count > (uint64_t)INT64_MAX / dim)
             return mpti_safetensors_fail(s, info->name, "its shape has too many elements");
         info->dims[info->num_dims] = (int64_t)dim;
@@ -13645,10 +13606,9 @@ static mpt_result mpti_safetensors_fetch(mpt_safetensors *s, void *dst, size_t s
     for (; rc == MPT_OK && size > 0; p += got, size -= got) {
         rc = mpti_file_read_some(&s->file, &s->ctx->error, p, size, &got);
         if (rc == MPT_OK && got == 0)
-            return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA,
-                             "%s: it ends at byte %llu, %llu more were expected",
-                             mpti_path_tail(s->path), (unsigned long long)s->file.offset,
-                             (unsigned long long)size);
+            return MPTI_DAMAGED(&s->ctx->error, "%s: it ends at byte %llu, %llu more were expected",
+                                mpti_path_tail(s->path), (unsigned long long)s->file.offset,
+                                (unsigned long long)size);
     }
     return rc;
 }
@@ -13707,8 +13667,7 @@ MPT_API mpt_result mpt_safetensors_open(mpt_ctx *ctx, const mpt_safetensors_desc
         s->ctx = ctx;
         s->header.allocator = s->metadata.allocator = s->tensors.allocator = a;
     }
-    if (!s || !s->path)
-        rc = MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a safetensors reader");
+    if (!s || !s->path) rc = MPTI_NO_MEMORY(&ctx->error, "no memory for a safetensors reader");
     if (rc == MPT_OK)
         rc = mpti_file_open(desc->io ? desc->io : mpt_io_files(), s->path, &ctx->error, &s->file);
     if (rc == MPT_OK) rc = mpti_safetensors_load_header(s);
@@ -13738,9 +13697,8 @@ MPT_API int64_t mpt_safetensors_count(const mpt_safetensors *s) {
 static const mpt_safetensors_info *mpti_safetensors_at(mpt_safetensors *s, int64_t index) {
     if (index >= 0 && index < (int64_t)s->num_tensors)
         return (const mpt_safetensors_info *)(const void *)s->tensors.data + index;
-    mpti_report(s->ctx, MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                  "%s: there is no tensor %lld of %lld", mpti_path_tail(s->path),
-                                  (long long)index, (long long)s->num_tensors));
+    MPTI_REPORT(s->ctx, MPT_ERR_INVALID_ARGUMENT, "%s: there is no tensor %lld of %lld",
+                mpti_path_tail(s->path), (long long)index, (long long)s->num_tensors);
     return NULL;
 }
 
@@ -13780,9 +13738,9 @@ static mpt_result mpti_safetensors_go(mpt_safetensors *s, uint64_t offset) {
     if (s->file.io->seek && s->file.offset != offset)
         return mpti_file_seek(&s->file, &s->ctx->error, offset);
     if (offset < s->file.offset)
-        return MPTI_FAIL(&s->ctx->error, MPT_ERR_UNSUPPORTED,
-                         "%s: this storage can't seek: read tensors in file order",
-                         mpti_path_tail(s->path));
+        return MPTI_REFUSED(&s->ctx->error,
+                            "%s: this storage can't seek: read tensors in file order",
+                            mpti_path_tail(s->path));
     while (rc == MPT_OK && s->file.offset < offset) {
         uint64_t left = offset - s->file.offset;
         rc = mpti_safetensors_fetch(s, skipped,
@@ -13798,11 +13756,9 @@ MPT_API mpt_result mpt_safetensors_read(mpt_safetensors *s, int64_t index, void 
 
     if (!info) return MPT_ERR_INVALID_ARGUMENT;
     if (bytes != info->bytes || (!dst && bytes > 0))
-        return mpti_report(s->ctx,
-                           MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                     "%s: tensor '%.80s' has %llu bytes, not %llu",
-                                     mpti_path_tail(s->path), info->name,
-                                     (unsigned long long)info->bytes, (unsigned long long)bytes));
+        return MPTI_REPORT(s->ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "%s: tensor '%.80s' has %llu bytes, not %llu", mpti_path_tail(s->path),
+                           info->name, (unsigned long long)info->bytes, (unsigned long long)bytes);
     rc = mpti_safetensors_go(s, info->offset);
     if (rc == MPT_OK) rc = mpti_safetensors_fetch(s, dst, bytes);
     return mpti_report(s->ctx, rc);
@@ -13836,16 +13792,16 @@ MPT_API mpt_result mpt_safetensors_verify(mpt_safetensors *s) {
 
     if (!s) return MPT_ERR_INVALID_ARGUMENT;
     if (!s->checksum[0])
-        return mpti_report(s->ctx, MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_STATE,
-                                             "%s: it has no checksum", mpti_path_tail(s->path)));
+        return MPTI_REPORT(s->ctx, MPT_ERR_INVALID_STATE, "%s: it has no checksum",
+                           mpti_path_tail(s->path));
     block = (uint8_t *)mpti_alloc(&s->ctx->desc.allocator, capacity);
     rc = block ? mpti_safetensors_crc(s, block, capacity, &crc) : mpti_safetensors_no_memory(s);
     mpti_free(&s->ctx->desc.allocator, block, capacity);
     snprintf(digits, sizeof digits, "%08x", (unsigned)crc);
     if (rc == MPT_OK && strcmp(digits, s->checksum) != 0)
-        rc = MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA,
-                       "%s: its checksum is %s, its content has %s: the file is damaged",
-                       mpti_path_tail(s->path), s->checksum, digits);
+        rc = MPTI_DAMAGED(&s->ctx->error,
+                          "%s: its checksum is %s, its content has %s: the file is damaged",
+                          mpti_path_tail(s->path), s->checksum, digits);
     return mpti_report(s->ctx, rc);
 }
 
@@ -13872,8 +13828,7 @@ struct mpt_safetensors_writer {
 
 static mpt_result mpti_safetensors_writer_fail(mpt_safetensors_writer *w, mpt_result code,
                                                const char *what, const char *name) {
-    return mpti_report(w->ctx, MPTI_FAIL(&w->ctx->error, code, "%s: '%.80s' %s",
-                                         mpti_path_tail(w->output.path), name, what));
+    return MPTI_REPORT(w->ctx, code, "%s: '%.80s' %s", mpti_path_tail(w->output.path), name, what);
 }
 
 static void mpti_text_add(mpt_safetensors_writer *w, mpti_buffer *b, const char *text) {
@@ -13915,9 +13870,7 @@ MPT_API mpt_result mpt_safetensors_writer_open(mpt_ctx *ctx,
     rc = mpti_safetensors_host(&ctx->error, desc ? desc->path : NULL);
     if (rc) return mpti_report(ctx, rc);
     w = (mpt_safetensors_writer *)mpti_calloc(a, 1, sizeof *w);
-    if (!w)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer"));
+    if (!w) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer");
     w->ctx = ctx;
     w->checksum = desc->checksum;
     w->metadata.allocator = w->tensors.allocator = w->header.allocator = a;
