@@ -1666,8 +1666,8 @@ typedef struct mpti_buffer {
     size_t size, capacity;
 } mpti_buffer;
 
-static bool mpti_buffer_reserve(mpti_buffer *b,
-                                size_t more) { /* false: no memory; b is as it was */
+/* false: no memory; b is as it was */
+static bool mpti_buffer_reserve(mpti_buffer *b, size_t more) {
     size_t need, capacity;
     uint8_t *data;
 
@@ -2306,84 +2306,38 @@ static int mpti_num_cores(void) {
 #ifdef MPTRAIN_NO_THREADS
 enum { MPTI_HAVE_THREADS = 0 };
 typedef int mpti_mutex, mpti_cond, mpti_thread;
-static bool mpti_mutex_init(mpti_mutex *m) {
-    *m = 0;
-    return true;
-}
-static void mpti_mutex_destroy(mpti_mutex *m) {
-    (void)m;
-}
-static void mpti_mutex_lock(mpti_mutex *m) {
-    (void)m;
-}
-static void mpti_mutex_unlock(mpti_mutex *m) {
-    (void)m;
-}
-static bool mpti_cond_init(mpti_cond *c) {
-    *c = 0;
-    return true;
-}
-static void mpti_cond_destroy(mpti_cond *c) {
-    (void)c;
-}
-static void mpti_cond_wait(mpti_cond *c, mpti_mutex *m) {
-    (void)c;
-    (void)m;
-}
-static void mpti_cond_wake_all(mpti_cond *c) {
-    (void)c;
-}
-static void mpti_cond_wake_one(mpti_cond *c) {
-    (void)c;
-}
-static int mpti_thread_start(mpti_thread *t, void *(*fn)(void *), void *arg) {
-    *t = 0;
-    (void)fn;
-    (void)arg;
-    return ENOSYS;
-}
-static void mpti_thread_join(mpti_thread t) {
-    (void)t;
-}
+#define MPTI_PTHREAD(object, call) ((void)(object))
 #else
 enum { MPTI_HAVE_THREADS = 1 };
 typedef pthread_mutex_t mpti_mutex;
 typedef pthread_cond_t mpti_cond;
 typedef pthread_t mpti_thread;
-static bool mpti_mutex_init(mpti_mutex *m) {
-    return pthread_mutex_init(m, NULL) == 0;
-}
-static void mpti_mutex_destroy(mpti_mutex *m) {
-    pthread_mutex_destroy(m);
-}
-static void mpti_mutex_lock(mpti_mutex *m) {
-    pthread_mutex_lock(m);
-}
-static void mpti_mutex_unlock(mpti_mutex *m) {
-    pthread_mutex_unlock(m);
-}
-static bool mpti_cond_init(mpti_cond *c) {
-    return pthread_cond_init(c, NULL) == 0;
-}
-static void mpti_cond_destroy(mpti_cond *c) {
-    pthread_cond_destroy(c);
-}
-static void mpti_cond_wait(mpti_cond *c, mpti_mutex *m) {
-    pthread_cond_wait(c, m);
-}
-static void mpti_cond_wake_all(mpti_cond *c) {
-    pthread_cond_broadcast(c);
-}
-static void mpti_cond_wake_one(mpti_cond *c) {
-    pthread_cond_signal(c);
-}
-static int mpti_thread_start(mpti_thread *t, void *(*fn)(void *), void *arg) { /* 0 or an errno */
-    return pthread_create(t, NULL, fn, arg);
-}
-static void mpti_thread_join(mpti_thread t) {
-    pthread_join(t, NULL);
-}
+#define MPTI_PTHREAD(object, call) ((void)(call))
 #endif
+
+static void mpti_mutex_init(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_init(m, NULL)); }
+static void mpti_mutex_destroy(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_destroy(m)); }
+static void mpti_mutex_lock(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_lock(m)); }
+static void mpti_mutex_unlock(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_unlock(m)); }
+static void mpti_cond_init(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_init(c, NULL)); }
+static void mpti_cond_destroy(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_destroy(c)); }
+static void mpti_cond_wake_all(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_broadcast(c)); }
+static void mpti_cond_wake_one(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_signal(c)); }
+static void mpti_thread_join(mpti_thread t) { MPTI_PTHREAD(t, pthread_join(t, NULL)); }
+
+static void mpti_cond_wait(mpti_cond *c, mpti_mutex *m) {
+    (void)m;
+    MPTI_PTHREAD(c, pthread_cond_wait(c, m));
+}
+
+static int mpti_thread_start(mpti_thread *t, void *(*fn)(void *), void *arg) { /* 0 or an errno */
+#ifdef MPTRAIN_NO_THREADS
+    (void)t, (void)fn, (void)arg;
+    return ENOSYS;
+#else
+    return pthread_create(t, NULL, fn, arg);
+#endif
+}
 
 /* The threads behind mpt_parallel_for. A job is a range of chunks; threads take the next chunk
    until none is left. The calling thread works too, so a pool of one has no threads at all. */
