@@ -4237,6 +4237,7 @@ typedef struct mpti_wire {
 } mpti_wire;
 
 typedef struct mpti_tag {
+    const uint8_t *at; /* where it stands */
     uint32_t field;
     int type;
 } mpti_tag;
@@ -4262,11 +4263,11 @@ static bool mpti_wire_varint(mpti_wire *w, int max_bytes, uint64_t *out) {
 }
 
 static bool mpti_wire_tag(mpti_wire *w, mpti_tag *tag) {
-    const uint8_t *at = w->p;
     uint64_t value;
 
+    tag->at = w->p;
     if (!mpti_wire_varint(w, 5, &value)) return false;
-    if (value > UINT32_MAX) return mpti_wire_fail(w, at, "a field number is too large");
+    if (value > UINT32_MAX) return mpti_wire_fail(w, tag->at, "a field number is too large");
     tag->field = (uint32_t)value >> 3;
     tag->type = (int)(value & 7);
     return true;
@@ -4274,10 +4275,8 @@ static bool mpti_wire_tag(mpti_wire *w, mpti_tag *tag) {
 
 /* The tag of a field of a message, where number 0 is forbidden; in unknown groups upb allows it. */
 static bool mpti_wire_field(mpti_wire *w, mpti_tag *tag) {
-    const uint8_t *at = w->p;
-
     if (!mpti_wire_tag(w, tag)) return false;
-    return tag->field > 0 || mpti_wire_fail(w, at, "a field has number 0");
+    return tag->field > 0 || mpti_wire_fail(w, tag->at, "a field has number 0");
 }
 
 /* A value of type BYTES, as a (sub)message of its own. */
@@ -4331,6 +4330,18 @@ static bool mpti_wire_skip(mpti_wire *w, mpti_tag tag) {
         if (level == 0) return true;
         if (!mpti_wire_tag(w, &tag)) return false;
     }
+}
+
+/* Goes on to the next field of type BYTES with a number up to `last`, whose value *sub is; passes
+   over all others. MPT_END: the message has no more. */
+static mpt_result mpti_wire_next(mpti_wire *w, uint32_t last, mpti_tag *tag, mpti_wire *sub) {
+    while (w->p < w->end) {
+        if (!mpti_wire_field(w, tag)) return MPT_ERR_CORRUPT_DATA;
+        if (tag->type == MPTI_WIRE_BYTES && tag->field <= last)
+            return mpti_wire_sub(w, sub) ? MPT_OK : MPT_ERR_CORRUPT_DATA;
+        if (!mpti_wire_skip(w, *tag)) return MPT_ERR_CORRUPT_DATA;
+    }
+    return MPT_END;
 }
 
 /* Well-formed UTF-8, as table 3-7 of the Unicode standard has it. */
@@ -4432,18 +4443,14 @@ static bool mpti_values_list(mpti_wire *w, mpti_values *v) {
 static bool mpti_values_feature(mpti_wire *w, mpti_values *v) {
     mpti_wire list;
     mpti_tag tag;
+    mpt_result rc;
 
-    while (w->p < w->end) {
-        if (!mpti_wire_field(w, &tag)) return false;
-        if (tag.type != MPTI_WIRE_BYTES || tag.field > MPT_FEATURE_INT64) {
-            if (!mpti_wire_skip(w, tag)) return false;
-            continue;
-        }
+    while ((rc = mpti_wire_next(w, MPT_FEATURE_INT64, &tag, &list)) == MPT_OK) {
         if (v->kind != (mpt_feature_kind)tag.field) v->count = 0;
         v->kind = (mpt_feature_kind)tag.field; /* fields and kinds have the same numbers */
-        if (!mpti_wire_sub(w, &list) || !mpti_values_list(&list, v)) return false;
+        if (!mpti_values_list(&list, v)) return false;
     }
-    return true;
+    return rc == MPT_END;
 }
 
 /* Fields that a map entry should not have are passed over, as protobuf's C++, which TensorFlow
@@ -4452,25 +4459,19 @@ static bool mpti_values_feature(mpti_wire *w, mpti_values *v) {
 static bool mpti_values_entry(mpti_wire *w, mpti_values *v, mpt_bytes *key) {
     mpti_wire sub;
     mpti_tag tag;
+    mpt_result rc;
 
     key->data = w->p; /* no key is an empty key */
     key->size = 0;
-    while (w->p < w->end) {
-        const uint8_t *at = w->p;
-
-        if (!mpti_wire_field(w, &tag)) return false;
-        if (tag.type != MPTI_WIRE_BYTES || tag.field > 2) {
-            if (!mpti_wire_skip(w, tag)) return false;
-            continue;
-        }
-        if (!mpti_wire_sub(w, &sub)) return false;
+    while ((rc = mpti_wire_next(w, 2, &tag, &sub)) == MPT_OK) {
         if (tag.field == 2 && !mpti_values_feature(&sub, v)) return false;
         if (tag.field == 2) continue;
         key->data = sub.p;
         key->size = (size_t)(sub.end - sub.p);
-        if (!mpti_utf8_is_valid(*key)) return mpti_wire_fail(w, at, "a feature's name is no UTF-8");
+        if (!mpti_utf8_is_valid(*key))
+            return mpti_wire_fail(w, tag.at, "a feature's name is no UTF-8");
     }
-    return true;
+    return rc == MPT_END;
 }
 
 static mpti_wire mpti_wire_of(mpt_bytes message, mpti_parse_error *error) {
@@ -4487,39 +4488,24 @@ static mpti_wire mpti_wire_of(mpt_bytes message, mpti_parse_error *error) {
 
 /* The next map entry of a Features message. MPT_END: no more. */
 static mpt_result mpti_features_next(mpti_wire *features, mpt_feature *out) {
+    mpti_values v = {MPT_FEATURE_NONE, MPT_FEATURE_NONE, 0, 0, 0, NULL};
     mpti_wire entry;
     mpti_tag tag;
+    mpt_result rc = mpti_wire_next(features, 1, &tag, &entry);
 
-    while (features->p < features->end) {
-        mpti_values v = {MPT_FEATURE_NONE, MPT_FEATURE_NONE, 0, 0, 0, NULL};
-
-        if (!mpti_wire_field(features, &tag)) return MPT_ERR_CORRUPT_DATA;
-        if (tag.field != 1 || tag.type != MPTI_WIRE_BYTES) {
-            if (!mpti_wire_skip(features, tag)) return MPT_ERR_CORRUPT_DATA;
-            continue;
-        }
-        if (!mpti_wire_sub(features, &entry)) return MPT_ERR_CORRUPT_DATA;
-        out->entry.data = entry.p;
-        out->entry.size = (size_t)(entry.end - entry.p);
-        if (!mpti_values_entry(&entry, &v, &out->name)) return MPT_ERR_CORRUPT_DATA;
-        out->kind = v.kind;
-        out->count = v.count;
-        return MPT_OK;
-    }
-    return MPT_END;
+    if (rc != MPT_OK) return rc;
+    out->entry.data = entry.p;
+    out->entry.size = (size_t)(entry.end - entry.p);
+    if (!mpti_values_entry(&entry, &v, &out->name)) return MPT_ERR_CORRUPT_DATA;
+    out->kind = v.kind;
+    out->count = v.count;
+    return MPT_OK;
 }
 
 /* The next Features message of an Example; there may be several, whose entries add up. */
 static mpt_result mpti_example_features(mpti_wire *w, mpti_wire *features) {
     mpti_tag tag;
-
-    while (w->p < w->end) {
-        if (!mpti_wire_field(w, &tag)) return MPT_ERR_CORRUPT_DATA;
-        if (tag.field == 1 && tag.type == MPTI_WIRE_BYTES)
-            return mpti_wire_sub(w, features) ? MPT_OK : MPT_ERR_CORRUPT_DATA;
-        if (!mpti_wire_skip(w, tag)) return MPT_ERR_CORRUPT_DATA;
-    }
-    return MPT_END;
+    return mpti_wire_next(w, 1, &tag, features);
 }
 
 /* Finds n features by name in one pass that checks the whole Example. Of entries with the same name
