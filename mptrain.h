@@ -2702,19 +2702,11 @@ static mpt_result mpti_disk_list(const char *pattern, void (*found)(const char *
 }
 
 MPT_API const mpt_io *mpt_io_files(void) {
-    static const mpt_io files = {mpti_disk_open,
-                                 mpti_disk_read,
-                                 mpti_disk_size,
-                                 mpti_disk_seek,
-                                 mpti_disk_close,
-                                 mpti_disk_list,
-                                 mpti_disk_error,
-                                 mpti_disk_create,
-                                 mpti_disk_write,
-                                 mpti_disk_sync,
-                                 mpti_disk_rename,
-                                 mpti_disk_remove,
-                                 NULL};
+    static const mpt_io files = {
+        mpti_disk_open, mpti_disk_read, mpti_disk_size, mpti_disk_seek, mpti_disk_close,
+        mpti_disk_list, mpti_disk_error, mpti_disk_create, mpti_disk_write, mpti_disk_sync,
+        mpti_disk_rename, mpti_disk_remove, NULL,
+    };
     return &files;
 }
 
@@ -3036,11 +3028,7 @@ static mpt_result mpti_output_finish(mpti_output *o, mpt_error *err) { /* close 
 }
 
 /* ---- CRC-32C --------------------------------------------------------------------------------- */
-enum {
-    MPTI_CRC32C_TABLE = 0,
-    MPTI_CRC32C_SINGLE,
-    MPTI_CRC32C_TRIPLE
-}; /* 1, 8, 3 x 8 bytes a step */
+enum { MPTI_CRC32C_TABLE, MPTI_CRC32C_SINGLE, MPTI_CRC32C_TRIPLE }; /* 1, 8, 3 x 8 bytes a step */
 
 #if defined(__x86_64__)
 static uint64_t mpti_crc32c_word(const uint8_t *p) { /* in memory order, which is the CRC's */
@@ -3165,19 +3153,18 @@ typedef struct mpti_block {
     const mpt_allocator *allocator;
 } mpti_block;
 
-static mpti_block *mpti_block_create(const mpt_allocator *allocator,
-                                     size_t capacity) { /* or NULL */
+static mpti_block *mpti_block_create(const mpt_allocator *a, size_t capacity) { /* or NULL */
     mpti_block *b;
     size_t bytes;
 
     if (!mpti_add(capacity, sizeof *b, &bytes)) return NULL;
-    b = (mpti_block *)mpti_alloc(allocator, bytes);
+    b = (mpti_block *)mpti_alloc(a, bytes);
     if (!b) return NULL;
     b->references = 1;
     b->bytes = bytes;
     b->capacity = capacity;
     b->data = (uint8_t *)(b + 1);
-    b->allocator = allocator;
+    b->allocator = a;
     return b;
 }
 
@@ -6146,11 +6133,7 @@ typedef struct mpti_item {
     mpti_bad *bad;
 } mpti_item;
 
-typedef enum mpti_sample_state {
-    MPTI_SAMPLE_DEALT = 0,
-    MPTI_SAMPLE_DECODING,
-    MPTI_SAMPLE_READY
-} mpti_sample_state;
+typedef enum { MPTI_SAMPLE_DEALT, MPTI_SAMPLE_DECODING, MPTI_SAMPLE_READY } mpti_sample_state;
 
 typedef struct mpti_sample {
     mpti_item item;
@@ -6167,8 +6150,7 @@ typedef struct mpti_segment {
     int stride, phase;    /* keep records with record % stride == phase */
 } mpti_segment;
 
-/* A segment being read. One worker at a time reads ahead into the queue; the merge takes
-   from it. */
+/* A segment being read: one worker at a time reads ahead into the queue, the merge takes from it */
 typedef struct mpti_stream {
     int segment; /* number in the lane's list; -1: none */
     mpt_tfrecord *reader;
@@ -6268,6 +6250,8 @@ struct mpt_loader {
 };
 
 /* An array that lives as long as the loader, zeroed. Sets *ok to false when there is no memory. */
+#define MPTI_LOADER_ARRAY(ld, type, count, ok) \
+    ((type *)mpti_loader_array(ld, count, sizeof(type), ok))
 static void *mpti_loader_array(mpt_loader *ld, int64_t count, size_t size, bool *ok) {
     mpti_owned owned;
 
@@ -6607,8 +6591,7 @@ done:
     return rc == MPT_ERR_OUT_OF_MEMORY ? rc : MPT_OK;
 }
 
-static bool mpti_loader_sum_counts(const mpt_loader *ld,
-                                   int64_t *sum) { /* false: not all are known */
+static bool mpti_loader_sum_counts(const mpt_loader *ld, int64_t *sum) { /* false: unknown */
     int i;
 
     *sum = 0;
@@ -6638,8 +6621,7 @@ static mpt_result mpti_loader_measure(mpt_loader *ld, int64_t *bytes, mpt_error 
 }
 
 static mpt_result mpti_loader_count(mpt_loader *ld, int64_t record_bytes, mpt_error *err) {
-    const int64_t scan_limit = 256
-                               << 20; /* bytes whose headers are walked in well under a second */
+    const int64_t scan_limit = 256 << 20; /* bytes: the headers take well under a second */
     int64_t bytes = 0, sum;
     bool scan = mpti_loader_deals_records(ld);
     mpt_result rc;
@@ -6817,9 +6799,7 @@ static int64_t mpti_loader_longest_lane(const mpt_loader *ld, const int *order) 
 }
 
 static int64_t mpti_loader_count_steps(const mpt_loader *ld, const int *order) {
-    int64_t longest = mpti_loader_longest_lane(ld, order), batch = ld->desc.batch_size;
-
-    int64_t sum;
+    int64_t longest = mpti_loader_longest_lane(ld, order), batch = ld->desc.batch_size, sum;
 
     /* measured, unless the longest lane is another one in each epoch */
     if (ld->num_records_source == MPT_COUNT_EPOCH &&
@@ -7080,7 +7060,7 @@ static mpti_sample *mpti_lane_sample(mpti_lane *lane, int64_t number) {
 /* Bad records hold a place in the ring but no pixels, so many of them in a row can fill it. */
 static bool mpti_lane_grow_ring(mpt_loader *ld, mpti_lane *lane) {
     bool ok = true;
-    mpti_sample *bigger = (mpti_sample *)mpti_loader_array(ld, lane->ring * 2, sizeof *bigger, &ok);
+    mpti_sample *bigger = MPTI_LOADER_ARRAY(ld, mpti_sample, lane->ring * 2, &ok);
     int64_t i;
 
     for (i = lane->delivered; i < lane->dealt && ok; i++)
@@ -7443,12 +7423,7 @@ static void mpti_loader_fill_slots(const mpt_loader *ld, mpti_loader_batch *batc
 }
 
 /* ---- jobs: what a worker does next ----------------------------------------------------------- */
-typedef enum mpti_job_kind {
-    MPTI_JOB_NONE = 0,
-    MPTI_JOB_FILL,
-    MPTI_JOB_COLLATE,
-    MPTI_JOB_DECODE
-} mpti_job_kind;
+typedef enum { MPTI_JOB_NONE, MPTI_JOB_FILL, MPTI_JOB_COLLATE, MPTI_JOB_DECODE } mpti_job_kind;
 
 typedef struct mpti_job {
     mpti_job_kind kind;
@@ -7964,17 +7939,14 @@ static bool mpti_loader_make_lane(mpt_loader *ld, mpti_lane *lane, int number) {
     /* twice a batch of pictures: one is collated while the next is decoded; at least enough to keep
        workers busy when batches are tiny */
     lane->num_pixels = 2 * batch < 64 ? 64 : 2 * batch;
-    lane->ring = lane->num_pixels +
-                 2 * batch; /* those in the two finished batches keep their place */
-    lane->segments = (mpti_segment *)mpti_loader_array(ld, ld->num_files, sizeof(mpti_segment),
-                                                       &ok);
-    lane->streams = (mpti_stream *)mpti_loader_array(ld, places, sizeof(mpti_stream), &ok);
-    lane->order = (int *)mpti_loader_array(ld, places, sizeof(int), &ok);
-    lane->shuffle = (mpti_item *)mpti_loader_array(ld, ld->desc.shuffle_buffer, sizeof(mpti_item),
-                                                   &ok);
-    lane->samples = (mpti_sample *)mpti_loader_array(ld, lane->ring, sizeof(mpti_sample), &ok);
-    lane->gathered = (mpti_gathered *)mpti_loader_array(ld, batch, sizeof(mpti_gathered), &ok);
-    lane->free_pixels = (uint8_t **)mpti_loader_array(ld, lane->num_pixels, sizeof(uint8_t *), &ok);
+    lane->ring = lane->num_pixels + 2 * batch; /* the two finished batches keep their places */
+    lane->segments = MPTI_LOADER_ARRAY(ld, mpti_segment, ld->num_files, &ok);
+    lane->streams = MPTI_LOADER_ARRAY(ld, mpti_stream, places, &ok);
+    lane->order = MPTI_LOADER_ARRAY(ld, int, places, &ok);
+    lane->shuffle = MPTI_LOADER_ARRAY(ld, mpti_item, ld->desc.shuffle_buffer, &ok);
+    lane->samples = MPTI_LOADER_ARRAY(ld, mpti_sample, lane->ring, &ok);
+    lane->gathered = MPTI_LOADER_ARRAY(ld, mpti_gathered, batch, &ok);
+    lane->free_pixels = MPTI_LOADER_ARRAY(ld, uint8_t *, lane->num_pixels, &ok);
     lane->slab = (uint8_t *)mpti_loader_array(ld, lane->num_pixels, ld->sample_bytes, &ok);
     for (i = 0; i < places && lane->streams; i++) lane->streams[i].segment = -1;
     if (!lane->slab) lane->num_pixels = 0;
@@ -7987,11 +7959,11 @@ static bool mpti_loader_make_batch(mpt_loader *ld, mpti_loader_batch *batch) {
 
     batch->images = mpti_loader_array(ld, slots, ld->sample_bytes * mpt_dtype_size(ld->desc.dtype),
                                       &ok);
-    batch->labels = (int32_t *)mpti_loader_array(ld, slots, sizeof(int32_t), &ok);
-    batch->ids = (uint64_t *)mpti_loader_array(ld, slots, sizeof(uint64_t), &ok);
-    batch->valid = (int32_t *)mpti_loader_array(ld, ld->num_lanes, sizeof(int32_t), &ok);
-    batch->upto = (int64_t *)mpti_loader_array(ld, ld->num_lanes, sizeof(int64_t), &ok);
-    batch->bad = (mpti_bad **)mpti_loader_array(ld, ld->num_lanes, sizeof(mpti_bad *), &ok);
+    batch->labels = MPTI_LOADER_ARRAY(ld, int32_t, slots, &ok);
+    batch->ids = MPTI_LOADER_ARRAY(ld, uint64_t, slots, &ok);
+    batch->valid = MPTI_LOADER_ARRAY(ld, int32_t, ld->num_lanes, &ok);
+    batch->upto = MPTI_LOADER_ARRAY(ld, int64_t, ld->num_lanes, &ok);
+    batch->bad = MPTI_LOADER_ARRAY(ld, mpti_bad *, ld->num_lanes, &ok);
     return ok;
 }
 
@@ -8000,7 +7972,7 @@ static mpt_result mpti_loader_make_buffers(mpt_loader *ld, mpt_error *err) {
     bool ok = true;
 
     ld->num_lanes = ld->desc.num_lanes / ld->desc.world_size;
-    ld->lanes = (mpti_lane *)mpti_loader_array(ld, ld->num_lanes, sizeof(mpti_lane), &ok);
+    ld->lanes = MPTI_LOADER_ARRAY(ld, mpti_lane, ld->num_lanes, &ok);
     for (i = 0; i < ld->num_lanes && ok; i++)
         ok = mpti_loader_make_lane(ld, &ld->lanes[i], first + i);
     for (i = 0; i < 2 && ok; i++) ok = mpti_loader_make_batch(ld, &ld->batches[i]);
@@ -8014,8 +7986,8 @@ static mpt_result mpti_loader_start(mpt_loader *ld, mpt_error *err) {
     int n = ld->desc.num_workers, i;
     bool ok = true;
 
-    ld->workers = (mpti_worker *)mpti_loader_array(ld, n > 0 ? n : 1, sizeof(mpti_worker), &ok);
-    if (n > 0) ld->threads = (mpti_thread *)mpti_loader_array(ld, n, sizeof(mpti_thread), &ok);
+    ld->workers = MPTI_LOADER_ARRAY(ld, mpti_worker, n > 0 ? n : 1, &ok);
+    if (n > 0) ld->threads = MPTI_LOADER_ARRAY(ld, mpti_thread, n, &ok);
     if (!ok) return MPTI_NO_MEMORY(err, "no memory for %d workers", n);
     ld->workers[0].ld = ld;
     for (i = 0; i < n; i++) {
@@ -8040,9 +8012,8 @@ static mpt_result mpti_loader_find_data(mpt_loader *ld, mpt_error *err) {
     if (ld->desc.array_images) ld->num_files = 1;
     rc = ld->desc.array_images ? MPT_OK : mpti_loader_list(ld, err);
     if (rc) return rc;
-    ld->counts = (int64_t *)mpti_loader_array(ld, ld->num_files, sizeof(int64_t), &ok);
-    ld->indexes = (mpt_tfrecord_index **)mpti_loader_array(ld, ld->num_files,
-                                                           sizeof(mpt_tfrecord_index *), &ok);
+    ld->counts = MPTI_LOADER_ARRAY(ld, int64_t, ld->num_files, &ok);
+    ld->indexes = MPTI_LOADER_ARRAY(ld, mpt_tfrecord_index *, ld->num_files, &ok);
     if (!ok) return MPTI_NO_MEMORY(err, "no memory for %d files", ld->num_files);
     for (i = 0; i < ld->num_files; i++) ld->counts[i] = -1;
     if (ld->desc.array_images) {
@@ -8149,7 +8120,7 @@ MPT_API void mpt_loader_destroy(mpt_loader *ld) {
  *          again.
  * Shapes:  32 bytes for each record that waits; see below
  * Tested:  tests/test_loader.c
- * Next:    the chapters that train are being written.
+ * Next:    >>tensor, the memory that training works in.
  */
 
 /* ---- the position, saved and restored -----------------------------------------------------------
@@ -8361,8 +8332,7 @@ MPT_API mpt_result mpt_loader_get_state(mpt_loader *ld, mpt_bytes *out) {
     return MPT_OK;
 }
 
-/* Opens the block at the front of state for reading; its checksum vouches for every number in
-   it. */
+/* Opens the block at the front of state; its checksum vouches for every number in it. */
 static mpt_result mpti_state_open(const mpt_loader *ld, mpt_bytes state, mpti_archive *a,
                                   mpti_position *p, mpt_error *err) {
     uint64_t size = 0;
@@ -8447,8 +8417,7 @@ static mpt_result mpti_fetch_item(mpt_loader *ld, mpti_stream *s, mpti_item *ite
         mpti_item_drop(&ld->allocator, &got);
         rc = mpti_stream_read(ld, &segment, s, &got);
     }
-    if (rc == MPT_OK &&
-        got.block) { /* a copy of its own: the block behind it holds the neighbours too */
+    if (rc == MPT_OK && got.block) { /* a copy of its own: the block holds the neighbours too */
         own = mpti_block_create(&ld->allocator, got.payload.size);
         if (own) memcpy(own->data, got.payload.data, got.payload.size);
         if (own) got.payload.data = own->data;
@@ -13201,9 +13170,7 @@ static void mpti_sha256_block(uint32_t h[8], const uint8_t p[64]) { /* section 6
     uint32_t w[64], x[8], t1, t2;
     int t;
 
-    for (t = 0; t < 16; t++)
-        w[t] = (uint32_t)p[4 * t] << 24 | (uint32_t)p[4 * t + 1] << 16 |
-               (uint32_t)p[4 * t + 2] << 8 | (uint32_t)p[4 * t + 3];
+    for (t = 0; t < 16; t++) w[t] = mpti_load_uint(p + 4 * t, 4, true);
     for (; t < 64; t++) {
         t1 = mpti_rotate_right(w[t - 2], 17) ^ mpti_rotate_right(w[t - 2], 19) ^ w[t - 2] >> 10;
         t2 = mpti_rotate_right(w[t - 15], 7) ^ mpti_rotate_right(w[t - 15], 18) ^ w[t - 15] >> 3;
@@ -13249,8 +13216,8 @@ static void mpti_sha256_finish(mpti_sha256 *s, char hex[65]) {
     uint8_t length[8];
     int i;
 
-    mpti_sha256_add(s, padding,
-                    (size_t)((119 - s->size % 64) % 64 + 1)); /* to 56 of the last block */
+    /* to byte 56 of the last block */
+    mpti_sha256_add(s, padding, (size_t)((119 - s->size % 64) % 64 + 1));
     for (i = 0; i < 8; i++) length[i] = (uint8_t)(bits >> (56 - 8 * i));
     mpti_sha256_add(s, length, sizeof length);
     for (i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", (unsigned)s->h[i]);
@@ -13346,8 +13313,8 @@ static bool mpti_safetensors_string(mpti_json *j, const char **text) {
     return mpti_json_string(j, start, SIZE_MAX);
 }
 
-static bool mpti_safetensors_number(mpti_json *j,
-                                    uint64_t *out) { /* digits only, no sign, no 007 */
+/* Digits only, no sign, no 007. */
+static bool mpti_safetensors_number(mpti_json *j, uint64_t *out) {
     int64_t value = 0;
     int c = mpti_json_peek(j);
 
@@ -13554,8 +13521,7 @@ static mpt_result mpti_safetensors_fetch(mpt_safetensors *s, void *dst, size_t s
 }
 
 static mpt_result mpti_safetensors_load_header(mpt_safetensors *s) {
-    const size_t step =
-        1 << 20; /* memory for bytes that are there, not for bytes that are promised */
+    const size_t step = 1 << 20; /* memory for bytes that are there, not for promised ones */
     uint8_t head[8];
     uint64_t left;
     mpt_bytes text;
