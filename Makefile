@@ -8,7 +8,7 @@
 #   PREFIX       where `make install` puts things   (/usr/local), below DESTDIR
 #   NO_INSTALL   1: `make test` installs no package; it names what is missing and stops
 
-PROGRAMS := tfrecord bench
+PROGRAMS := tfrecord train predict bench
 LESSONS  := $(sort $(notdir $(basename $(wildcard examples/[0-9]*.c))))
 TESTS    := $(sort $(notdir $(basename $(wildcard tests/test_*.c))))
 
@@ -80,8 +80,8 @@ asan ubsan tsan:
 style: ## line and function lengths, chapter tags, exported symbols
 	@$(SCRIPT_ENV) tests/style.sh
 
-bench: $(BUILD)/bench ## measure the data path on this machine
-	@for kind in crc records decode input; do $(BUILD)/bench $$kind || exit 1; done
+bench: $(BUILD)/bench ## measure the data path and training on this machine
+	@for kind in crc records decode input layers step; do $(BUILD)/bench $$kind || exit 1; done
 
 # ---- installing ----------------------------------------------------------------------------------
 

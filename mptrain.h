@@ -12,7 +12,7 @@
  *     cc -O2 app.c -lm -lpthread
  *
  * Pictures need stb_image.h on the include path (Debian: libstb-dev); compressed records need
- * -DMPTRAIN_ZLIB and -lz. Nothing else is needed. A program that goes over a data set in batches:
+ * -DMPTRAIN_ZLIB and -lz. Nothing else is needed. A program that trains a classifier:
  *
  *     #define MPTRAIN_IMPLEMENTATION
  *     #include "mptrain.h"
@@ -20,29 +20,40 @@
  *
  *     int main(int argc, char **argv) {
  *         mpt_ctx *ctx = NULL;
+ *         mpt_model *model = NULL;
  *         mpt_loader *data = NULL;
- *         mpt_loader_desc desc = {0};
+ *         mpt_trainer *trainer = NULL;
+ *         mpt_loader_desc input = {0};
+ *         mpt_trainer_desc training = {0};
  *         mpt_batch batch;
+ *         mpt_step_report step;
  *         mpt_result rc;
  *
- *         if (mpt_ctx_create(NULL, &ctx)) return 1;
- *         desc.paths = (const char *const *)argv + 1;
- *         desc.num_paths = argc - 1;
- *         desc.height = desc.width = 224;
- *         desc.channels = 3;
- *         desc.num_classes = 1000;
- *         desc.augment = MPT_AUGMENT_IMAGENET;
- *         rc = mpt_loader_create(ctx, &desc, &data);
- *         while (rc == MPT_OK && (rc = mpt_loader_next(data, &batch)) == MPT_OK)
- *             printf("batch %d: %d pictures\n", (int)batch.index, (int)batch.num_valid);
+ *         input.paths = (const char *const *)argv + 1;
+ *         input.num_paths = argc - 1;
+ *         input.height = input.width = 32;
+ *         input.channels = 3;
+ *         input.num_classes = 10;
+ *         training.optimizer.learning_rate = 0.1f;
+ *         rc = mpt_ctx_create(NULL, &ctx);
+ *         if (!rc) rc = mpt_model_create(ctx, 32, 32, 3, &model);
+ *         if (!rc) rc = mpt_model_finish(model, mpt_zoo(model, "resnet20", 10));
+ *         if (!rc) rc = mpt_trainer_create(model, &training, 32, &trainer);
+ *         if (!rc) rc = mpt_loader_create(ctx, &input, &data);
+ *         while (!rc && !(rc = mpt_loader_next(data, &batch)))
+ *             if (!(rc = mpt_trainer_step(trainer, &batch, &step)))
+ *                 printf("step %d: loss %.4f\n", (int)step.step, step.loss);
  *         if (rc != MPT_END) fprintf(stderr, "%s\n", mpt_last_error(ctx)->message);
+ *         mpt_trainer_destroy(trainer);
  *         mpt_loader_destroy(data);
+ *         mpt_model_destroy(model);
  *         mpt_ctx_destroy(ctx);
  *         return rc != MPT_END;
  *     }
  *
- * This version holds the way of the data, from bytes in files to batches in memory. The way from
- * there to trained weights is being written; the license is at the end of the file.
+ * It goes over the data once, in FP16 with FP32 masters and dynamic loss scaling where the
+ * processor converts FP16 in hardware. More programs lie in examples/. The license is at the end
+ * of the file.
  */
 
 /* =================================================================================================
@@ -51,6 +62,8 @@
  *
  *   I    Manual
  *   >>read        How to read this file
+ *   >>steps       Step by step: what happens to one batch
+ *   >>mixed       Mixed precision in ten minutes
  *   >>options     What can be defined before the include
  *   >>limits      What it does not do, limits, trust
  *
@@ -86,10 +99,9 @@
  * >>read   How to read this file
  * =================================================================================================
  *
- * The header follows one batch from bytes to numbers: bytes (>>base), records (>>tfrecord),
- * pictures (>>image), batches (>>loader). Each chapter of the implementation opens with the same
- * five lines - problem, idea, shapes, where it is tested, what to read next - and goes from the
- * small to the large. Public names begin with mpt_, private ones with mpti_.
+ * The header follows one batch from bytes to updated weights. Each chapter of the implementation
+ * opens with the same five lines - problem, idea, shapes, where it is tested, what to read next -
+ * and goes from the small to the large. Public names begin with mpt_, private ones with mpti_.
  *
  * Five habits hold everywhere:
  *
@@ -110,6 +122,78 @@
  *
  * DETERMINISM. What comes out is a function of the data, the desc and the seed. The number of
  * threads and the order in which they run change the speed, not a single bit.
+ */
+
+/* =================================================================================================
+ * >>steps   Step by step: what happens to one batch
+ * =================================================================================================
+ *
+ *   bytes      are read in blocks, by several threads                     >>storage
+ *   records    are found in them, and their checksums compared            >>tfrecord >>example
+ *   pictures   are decoded, cut, mirrored                                 >>image
+ *   a batch    is put together from lanes, in an order of its own         >>loader
+ *   values     go forward through the model, layer by layer               >>layers >>cpu
+ *   the loss   is computed in FP32, and multiplied by the loss scale      >>cpu (softmax)
+ *   gradients  go backward through the same layers, scaled                >>layers
+ *   sums       of all lanes meet in a tree                                >>train
+ *   a look     at each sum: is it finite? If not, the step is skipped     >>optim >>scaler
+ *   weights    are updated in FP32, from unscaled and clipped gradients,
+ *              and rounded to 16 bits for the next batch                  >>optim
+ *   a report   tells what happened; a checkpoint keeps all of it          >>train >>state
+ *
+ * The last five are the nine lines of mpt_trainer_apply.
+ */
+
+/* =================================================================================================
+ * >>mixed   Mixed precision in ten minutes
+ * =================================================================================================
+ *
+ * WHY. A number of 16 bits takes half the memory and half the time to move, and tensor cores
+ * multiply FP16 eight times as fast as FP32 (V100: 125 against 15.7 TFLOP/s). Training is bound by
+ * moving numbers about, so half the bytes is much of the gain even where arithmetic isn't faster.
+ *
+ * WHAT FP16 CAN HOLD. One sign, five bits of exponent, eleven bits of fraction (one is implied):
+ *
+ *        2^-24          2^-14                1                    2^15 65504
+ *     0 ---|--------------|------------------|---------------------|----|--- inf
+ *            subnormal:              normal: steps of 1/1024
+ *            ever coarser            of the number's power of two
+ *
+ * WHAT BREAKS, AND THE THREE REMEDIES (Micikevicius et al. 2018, arXiv 1710.03740).
+ *
+ * 1. Updates vanish. A weight of 1 with an update of 0.0001: the next FP16 number after 1 is
+ *    1.00098, so 1 + 0.0001 is rounded back to 1, each time, for ever. Remedy: MASTER WEIGHTS. The
+ *    truth is kept in FP32; updates are added there, and a rounded copy is what layers multiply
+ *    with. 100 updates of 0.0001 then make 0.01.
+ *
+ * 2. Gradients vanish. Many gradients of activations are smaller than 2^-24, the smallest FP16
+ *    number, while the upper half of FP16's range stays empty. Remedy: LOSS SCALING. Multiply the
+ *    loss by S = 65536, and by the chain rule every gradient is S times as large. Divide by S in
+ *    FP32, before anything else looks at the gradient: clipping, weight decay and momentum must see
+ *    the true one.
+ *
+ * 3. Sums swallow. 2048 + 1 is 2048 in FP16. Remedy: ADD IN FP32. Products of FP16 numbers are
+ *    summed in FP32 (tensor cores do so), and so are batch norm's statistics and the softmax.
+ *
+ * WHICH SCALE? The largest that doesn't overflow, and that changes while training. DYNAMIC SCALING
+ * finds it: begin high (2^16). If a gradient comes out as inf or NaN, throw the step away and halve
+ * the scale; after 2000 good steps in a row, double it. So a skipped step now and then, and a few
+ * at the start, are how it works and no failure. A skipped step changes no weight, no momentum, no
+ * statistic, no schedule; it is counted, and the report says so.
+ *
+ * WHEN IT GOES WRONG. A run that skips every step isn't training. At the smallest scale and still
+ * overflowing, 20 steps in a row: mpt_trainer_apply ends in an error that names the first bad
+ * tensor. mpt_trainer_autopsy runs a skipped step again and tells the layer, the tensor, the
+ * element, a histogram of exponents, and the largest scale that would have fitted. If that is 0,
+ * the forward pass isn't finite itself: lower the learning rate, look at the data, begin with
+ * warm-up.
+ *
+ * BF16 has FP32's range with eight bits of fraction: no scaling, but it needs masters all the more.
+ *
+ * THE SAME IN OTHER WORDS. Apex: amp.initialize(opt_level="O2") is precision = MPT_PRECISION_FP16,
+ * O1 is FP16_CAST, O3 FP16_PURE, O0 FP32. PyTorch: GradScaler is desc.loss_scaler; scale, unscale_,
+ * clip_grad_norm_, step and update are one call here, mpt_trainer_apply, so their order can't be
+ * wrong. Keras: LossScaleOptimizer; see mpt_loss_scaler_desc_preset for the constants of all three.
  */
 
 /* =================================================================================================
@@ -137,11 +221,12 @@
  *
  * mptrain does not read SequenceExamples beyond their context, ArrayRecord or Riegeli files; decode
  * GIF, WebP, TIFF, PSD, HDR, PNM or TGA pictures; run on Windows; hold more than one picture and
- * one label of a record.
+ * one label of a record; train anything but classifiers, or on more than one machine or GPU yet.
  *
  *   a record          max_record_bytes, by default 1 GiB, for reading and writing
  *   a picture         max_pixels 100,000,000 and max_bytes 256 MiB, checked before decoding
  *   a picture's side  16384 in a batch
+ *   a value of layers 2^31 numbers a record; batch 2^20 records a lane
  *   records a file    2^39; files of a loader 2^23 (both are parts of a 64-bit sample id)
  *
  * Files may be hostile: lengths, headers, tables and checksums are checked before they are
@@ -224,6 +309,7 @@ typedef struct mpt_error {
     const char *file;          /* where in the library; static text */
     int line;
     char message[512]; /* what, where, and what to do; one line of UTF-8 */
+    int logged;        /* the logger has heard of it */
 } mpt_error;
 
 /* Memory hooks. All zero: malloc and free. Both functions or neither. They are called from several
@@ -727,7 +813,7 @@ typedef struct mpt_custom_args {
     int training;               /* 0: evaluation */
 } mpt_custom_args;
 typedef struct mpt_custom_desc {
-    const char *name; /* for messages; default: "custom" */
+    const char *name; /* for messages, at most 48 bytes; default: "custom" */
     /* From in[num_in] (only shapes; dims[0] is the number of records, 1 while the model is built)
        to the shape of out, the number of parameters and the bytes of workspace, all of them zero
        before the call. A result other than MPT_OK is a wiring error. */
@@ -741,8 +827,8 @@ typedef struct mpt_custom_desc {
 } mpt_custom_desc;
 MPT_API int mpt_custom(mpt_model *m, const int *inputs, int num_inputs,
                        const mpt_custom_desc *desc);
-/* Names the layer whose output is x, for messages and files: "layer1.0.conv1". Without a name it is
-   called by kind and number. Returns x. */
+/* Names the layer whose output is x, for messages and files: "layer1.0.conv1", at most 63 bytes, no
+   name twice. Without a name it is called by kind and number. Returns x, or -1. */
 MPT_API int mpt_name(mpt_model *m, int x, const char *name);
 /* Logits of a network by name: lenet, mlp, resnet20, resnet32, resnet56 (He et al. 2016, CIFAR form
    with 1 x 1 shortcuts), resnet18, resnet34, resnet50 (torchvision's form and names). */
@@ -751,8 +837,11 @@ MPT_API int mpt_zoo(mpt_model *m, const char *name, int num_classes);
 MPT_API MPT_CHECKED mpt_result mpt_model_finish(mpt_model *m, int logits);
 
 typedef struct mpt_layer_info {
-    const char *name, *kind;         /* of the model: "fc", "dense" */
-    int64_t height, width, channels; /* of its output */
+    const char *name, *kind; /* of the model: "fc", "dense" */
+    /* values that it reads: MPT_INPUT, or 1 + the number of the layer that makes it */
+    int inputs[MPT_CUSTOM_MAX_INPUTS], num_inputs;
+    int64_t height, width, channels;       /* of its output */
+    int kernel, stride, padding, use_bias; /* 0 where its kind has none */
     int64_t num_params;
     int fused; /* 1: computed together with the layer behind it; its output is kept nowhere */
 } mpt_layer_info;
@@ -1042,14 +1131,15 @@ typedef struct mpt_trainer_desc {
 } mpt_trainer_desc;
 
 typedef struct mpt_memory_plan { /* bytes, known before anything is allocated */
-    size_t weights;              /* what layers compute with */
-    size_t master_weights;       /* FP32 copies, where weights are 16 bits */
-    size_t gradients; /* FP32, one for each level of the summation tree; BN statistics ride along */
+    size_t weights;         /* what layers compute with */
+    size_t master_weights;  /* FP32, where weights are 16 bits */
+    size_t gradients;       /* FP32, one row for each level of the summation tree, and statistics */
     size_t optimizer_state; /* FP32 moments */
-    size_t activations; /* outputs of layers, and gradients of these, which share their places */
-    size_t workspace;   /* scratch of the operators */
-    size_t statistics;  /* FP32 running and batch statistics of batch norm */
-    size_t total;
+    size_t activations;     /* outputs of layers, and gradients of these, which share places */
+    size_t workspace;       /* scratch of the operators, and casts */
+    size_t statistics;      /* FP32 running and batch statistics of batch norm */
+    size_t bookkeeping;     /* lists and structs, always on the host */
+    size_t total;           /* the sum: what mpt_trainer_create takes, to the byte */
 } mpt_memory_plan;
 
 typedef struct mpt_step_report {
@@ -1108,7 +1198,8 @@ MPT_API MPT_CHECKED mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_bat
                                                    mpt_overflow *out);
 /* One epoch of data in inference mode: each record counts once. */
 MPT_API MPT_CHECKED mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out);
-/* Probabilities (num_valid of the first lane, classes), row by row into probabilities. */
+/* Probabilities (num_valid of the first lane, classes), row by row into probabilities. The batch
+   needs no labels. */
 MPT_API MPT_CHECKED mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch,
                                            float *probabilities);
 MPT_API int64_t
@@ -1123,8 +1214,18 @@ MPT_API MPT_CHECKED mpt_result mpt_trainer_save(mpt_trainer *t, mpt_loader *data
 MPT_API MPT_CHECKED mpt_result mpt_trainer_load(mpt_trainer *t, mpt_loader *data, const mpt_io *io,
                                                 const char *path);
 /* Weights under PyTorch's names and in its layout (convolutions OIHW), for other programs. */
-MPT_API MPT_CHECKED mpt_result mpt_trainer_export(mpt_trainer *t, const mpt_io *io,
-                                                  const char *path);
+typedef struct mpt_metadata { /* a pair of texts in a safetensors file */
+    const char *key, *value;
+} mpt_metadata;
+typedef struct mpt_export_desc {
+    const char *path;             /* required */
+    const mpt_io *io;             /* default: files */
+    const mpt_metadata *metadata; /* [num_metadata], beside "format": "pt" */
+    int num_metadata;
+} mpt_export_desc;
+MPT_API MPT_CHECKED mpt_result mpt_trainer_export(mpt_trainer *t, const mpt_export_desc *desc);
+/* MPT_ERR_CORRUPT_DATA, naming the tensor, if one is missing or has another shape; tensors that the
+   model doesn't know are ignored. Nothing has changed after a failure. */
 MPT_API MPT_CHECKED mpt_result mpt_trainer_import(mpt_trainer *t, const mpt_io *io,
                                                   const char *path);
 MPT_API void mpt_trainer_destroy(mpt_trainer *t);
@@ -1239,7 +1340,8 @@ typedef struct mpt_pointwise_args {
 typedef struct mpt_dropout_args {
     const void *x;              /* (n,per_sample): x in forward, dy in backward */
     void *y;                    /* (n,per_sample): y in forward, dx in backward; may be x */
-    const uint64_t *sample_ids; /* (n); NULL: the slot's number */
+    const uint64_t *sample_ids; /* (n); NULL: first_id + the slot's number */
+    uint64_t first_id;
     uint64_t seed;
     int64_t epoch; /* or the step, where samples have no ids; 24 bits count */
     int layer;     /* 0 .. 191: number of the dropout layer in its model */
@@ -1262,7 +1364,7 @@ typedef struct mpt_softmax_stats { /* over the slots that count and have a label
 typedef struct mpt_softmax_xent_args {
     const void *logits; /* (n,classes) */
     const int32_t
-        *labels;   /* (n), 0 .. classes-1; -1: no label, so no loss and a gradient of zero */
+        *labels; /* (n), 0 .. classes-1; -1 or NULL: no label, so no loss, a gradient of zero */
     void *dlogits; /* (n,classes) = grad_scale * dloss/dlogits; NULL in evaluation; may be logits */
     float *probabilities;     /* (n,classes) or NULL */
     mpt_softmax_stats *stats; /* out */
@@ -1494,6 +1596,7 @@ __attribute__((format(printf, 6, 7))) static mpt_result mpti_fail_at(mpt_error *
     err->native_domain = number ? "errno" : NULL;
     err->file = file;
     err->line = line;
+    err->logged = 0;
     va_start(args, format);
     vsnprintf(err->message, sizeof err->message, format, args);
     va_end(args);
@@ -1569,15 +1672,17 @@ static void mpti_log(const mpt_ctx *ctx, int level, const char *message) {
 }
 
 /* Where every public function that failed leaves the library. */
-static mpt_result mpti_report(const mpt_ctx *ctx, mpt_result rc) {
-    if (rc < 0 && ctx) mpti_log(ctx, MPT_LOG_ERROR, ctx->error.message);
+static mpt_result mpti_report(mpt_ctx *ctx, mpt_result rc) {
+    if (rc >= 0 || !ctx || ctx->error.logged) return rc; /* one public call may be inside another */
+    mpti_log(ctx, MPT_LOG_ERROR, ctx->error.message);
+    ctx->error.logged = 1;
     return rc;
 }
 
 #define MPTI_REPORT(ctx, code, ...) mpti_report(ctx, MPTI_FAIL(&(ctx)->error, code, __VA_ARGS__))
 
 MPT_API const mpt_error *mpt_last_error(const mpt_ctx *ctx) {
-    static const mpt_error no_context = {MPT_OK, 0, NULL, NULL, 0, "no context"};
+    static const mpt_error no_context = {MPT_OK, 0, NULL, NULL, 0, "no context", 0};
     return ctx ? &ctx->error : &no_context;
 }
 
@@ -8638,7 +8743,7 @@ typedef struct mpti_product {
     int num_outer, num_inner;
     float *y;
     ptrdiff_t y_row;
-    int accumulate; /* 1: onto what y holds */
+    int accumulate; /* 1: the whole sum onto what y holds, which rounds less than one long chain */
 } mpti_product;
 
 #ifdef __clang__ /* without it the sums stay in memory: 4 to 7 times slower */
@@ -8656,10 +8761,7 @@ MPTI_INLINE void mpti_product_body_plain(const mpti_product *t, const int rows, 
     mpti_f32x4 sum[MPTI_PLAIN_ROWS * 4];
     int i, j, u, v;
 
-    MPTI_UNROLL for (i = 0; i < rows; i++) {
-        const mpti_f32x4 *y = (const mpti_f32x4 *)(const void *)(t->y + i * t->y_row);
-        MPTI_UNROLL for (j = 0; j < vectors; j++) sum[i * 4 + j] = t->accumulate ? y[j] : zero;
-    }
+    MPTI_UNROLL for (i = 0; i < rows * 4; i++) sum[i] = zero;
     for (u = 0; u < t->num_outer; u++) {
         const float *a = t->a + u * t->a_outer, *b = t->b + u * t->b_outer;
         for (v = 0; v < t->num_inner; v++, a += t->a_inner, b += t->b_inner) {
@@ -8673,7 +8775,10 @@ MPTI_INLINE void mpti_product_body_plain(const mpti_product *t, const int rows, 
     }
     MPTI_UNROLL for (i = 0; i < rows; i++) {
         mpti_f32x4 *y = (mpti_f32x4 *)(void *)(t->y + i * t->y_row);
-        MPTI_UNROLL for (j = 0; j < vectors; j++) y[j] = sum[i * 4 + j];
+        MPTI_UNROLL for (j = 0; j < vectors; j++) {
+            if (t->accumulate) sum[i * 4 + j] += y[j];
+            y[j] = sum[i * 4 + j];
+        }
     }
 }
 
@@ -8701,12 +8806,6 @@ MPTI_INLINE MPTI_TARGET_AVX2 void mpti_product_body_avx2(const mpti_product *t, 
     int i, j, u, v;
 
     MPTI_UNROLL for (i = 0; i < rows * 2; i++) sum[i] = _mm256_setzero_ps();
-    if (t->accumulate) {
-        MPTI_UNROLL for (i = 0; i < rows; i++) {
-            MPTI_UNROLL for (j = 0; j < vectors; j++)
-                sum[i * 2 + j] = _mm256_loadu_ps(t->y + i * t->y_row + 8 * j);
-        }
-    }
     for (u = 0; u < t->num_outer; u++) {
         /* Two bases for six rows: base, base + row, base + 2 row are addresses x86 can form. */
         const float *low = t->a + u * t->a_outer, *high = low + 3 * row, *b = t->b + u * t->b_outer;
@@ -8721,8 +8820,12 @@ MPTI_INLINE MPTI_TARGET_AVX2 void mpti_product_body_avx2(const mpti_product *t, 
         }
     }
     MPTI_UNROLL for (i = 0; i < rows; i++) {
-        MPTI_UNROLL for (j = 0; j < vectors; j++)
-            _mm256_storeu_ps(t->y + i * t->y_row + 8 * j, sum[i * 2 + j]);
+        float *y = t->y + i * t->y_row;
+        MPTI_UNROLL for (j = 0; j < vectors; j++) {
+            if (t->accumulate)
+                sum[i * 2 + j] = _mm256_add_ps(sum[i * 2 + j], _mm256_loadu_ps(y + 8 * j));
+            _mm256_storeu_ps(y + 8 * j, sum[i * 2 + j]);
+        }
     }
 }
 
@@ -9017,12 +9120,14 @@ static size_t mpti_conv2d_define_bytes(const mpt_conv2d_args *a, mpti_direction 
 
    dgrad is the same with dy for x and a turned filter. With a stride, the pixels of dx fall into
    stride * stride phases by what is left of (h + padding, w + padding) / stride; each meets only
-   every stride-th tap, and is a convolution of step 1 of its own. Each output number is one sum in
-   the order r, s, c, so no choice of band or block changes a bit. */
+   every stride-th tap, and is a convolution of step 1 of its own. Each output number is a sum in the
+   order r, s, c, in pieces that follow from the filter alone: no choice of band changes a bit. */
 enum {
     MPTI_CONV_CHUNKS = 32,        /* each has scratch of its own */
     MPTI_BAND_FLOATS = 32 * 1024, /* of a staged band and its results: half of a 256 KiB L2 cache */
-    MPTI_RUN_FLOATS = 384         /* 24 KiB of packed weights stay in L1 while a band passes */
+    MPTI_RUN_FLOATS = 96 /* numbers of one sum: longer ones round more (resnet20's values before
+                            the last ReLU: 3.5e-6 off with 384, 2.4e-6 with 96), shorter ones cost
+                            time; 6 KiB of packed weights */
 };
 
 /* out[j][l] = sum over the taps of the source that begin at row0 + j * step, col0 + l * step */
@@ -10098,7 +10203,7 @@ enum { MPTI_RANDOM_DROPOUT = 64, MPTI_MAX_DROPOUT_LAYERS = 192 };
    probability * 2^32. at is a multiple of 4, being one of MPTI_SPAN. */
 static void mpti_dropout_span(const mpt_dropout_args *d, int64_t sample, int64_t at,
                               float x[MPTI_SPAN]) {
-    const uint64_t id = d->sample_ids ? d->sample_ids[sample] : (uint64_t)sample;
+    const uint64_t id = d->sample_ids ? d->sample_ids[sample] : d->first_id + (uint64_t)sample;
     const int64_t size = mpti_min64(d->per_sample - at, MPTI_SPAN);
     const double limit = (double)d->probability * 4294967296.0;
     const float scale = d->probability < 1 ? 1.0f / (1.0f - d->probability) : 0.0f;
@@ -10268,7 +10373,7 @@ static void mpti_softmax_range(const mpti_cpu *cpu, const void *user, mpti_range
 
     memset(part, 0, 4 * sizeof(double));
     for (row = range.begin; row < valid; row++) {
-        const int label = a->labels[row];
+        const int label = a->labels ? a->labels[row] : -1;
         mpti_softmax_scan(cpu, a, row, label, &r);
         mpti_softmax_outputs(cpu, a, row, label, &r);
         if (label < 0) continue;
@@ -10300,7 +10405,7 @@ static mpt_result mpti_softmax_check(const mpti_cpu *cpu, const char *op,
     if (!mpti_is_size(a->classes)) return mpti_op_error(cpu, op, "classes must be 1 .. 2^30");
     if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
         return mpti_op_error(cpu, op, "label_smoothing must be 0 .. 1");
-    for (i = 0; i < a->num_valid; i++) {
+    for (i = 0; i < a->num_valid && a->labels; i++) {
         if (a->labels[i] >= -1 && a->labels[i] < a->classes) continue;
         return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT,
                            "%s: the label of slot %d is %d; labels are 0 .. %d, or -1 for none", op,
@@ -10487,13 +10592,14 @@ typedef enum mpti_kind {
     MPTI_KIND_AVG_POOL,
     MPTI_KIND_GLOBAL_AVG_POOL,
     MPTI_KIND_DENSE,
-    MPTI_KIND_DROPOUT
+    MPTI_KIND_DROPOUT,
+    MPTI_KIND_CUSTOM
 } mpti_kind;
 
 static const char *mpti_kind_name(mpti_kind kind) {
-    static const char *const names[] = {"input", "conv2d",   "batchnorm", "relu",
-                                        "add",   "max_pool", "avg_pool",  "global_avg_pool",
-                                        "dense", "dropout"};
+    static const char *const names[] = {
+        "input",    "conv2d",          "batchnorm", "relu",    "add",   "max_pool",
+        "avg_pool", "global_avg_pool", "dense",     "dropout", "custom"};
     return names[kind];
 }
 
@@ -10501,11 +10607,12 @@ enum { MPTI_NAME_BYTES = 64 };
 
 typedef struct mpti_node {
     mpti_kind kind;
-    int in[2], num_in; /* values */
+    int in[MPT_CUSTOM_MAX_INPUTS], num_in; /* values */
     int h, w, c;       /* of the output */
     int kernel, stride, padding, use_bias;
     float epsilon, momentum, probability;
     int zero_init_gamma;
+    mpt_custom_desc custom;
     int number;           /* of its kind, from 0: the dropout layer's key */
     int64_t param_offset; /* in the flat row; -1: none */
     int64_t num_params;
@@ -10519,13 +10626,22 @@ typedef struct mpti_node {
     char name[MPTI_NAME_BYTES];
 } mpti_node;
 
+/* Where a node's data lie in the trainer's activation memory. */
+typedef struct mpti_place {
+    size_t value, gradient; /* bytes from the start */
+    size_t argmax;          /* max pooling: which element was the largest */
+    size_t bytes;           /* of the value */
+    bool begun;             /* its gradient has been written once, and its step has not run */
+} mpti_place;
+
 struct mpt_model {
     mpt_ctx *ctx;
     mpti_node *nodes; /* [num_nodes]; node v computes value v; node 0 is the input */
     int num_nodes, capacity;
     int logits; /* value; -1: not finished */
     int64_t num_params, num_stats;
-    mpt_error wiring; /* the first mistake; code MPT_OK: none */
+    mpti_place *places; /* [num_nodes] of a finished model: so a plan allocates nothing */
+    mpt_error wiring;   /* the first mistake; code MPT_OK: none */
 };
 
 static int mpti_model_fail(mpt_model *m, mpti_kind kind, const char *what) { /* returns -1 */
@@ -10555,8 +10671,8 @@ static bool mpti_model_grow(mpt_model *m) {
     return true;
 }
 
-/* A new node that reads x (and y, if not negative) and has x's shape. NULL: the model is broken. */
-static mpti_node *mpti_model_add(mpt_model *m, mpti_kind kind, int x, int y) {
+/* A new node that reads in[num_in] and has the shape of the first. NULL: the model is broken. */
+static mpti_node *mpti_model_add(mpt_model *m, mpti_kind kind, const int *in, int num_in) {
     mpti_node *node;
     int i;
 
@@ -10565,10 +10681,10 @@ static mpti_node *mpti_model_add(mpt_model *m, mpti_kind kind, int x, int y) {
         mpti_model_fail(m, kind, "the model is finished: nothing can be added");
         return NULL;
     }
-    if (x < 0 || x >= m->num_nodes || y >= m->num_nodes) {
-        mpti_model_fail(
-            m, kind,
-            "its input is no value of this model: pass MPT_INPUT or what a layer returned");
+    for (i = 0; i < num_in; i++) {
+        if (in[i] >= 0 && in[i] < m->num_nodes) continue;
+        mpti_model_fail(m, kind, "its input is no value of this model: pass MPT_INPUT or what a "
+                                 "layer returned");
         return NULL;
     }
     if (m->num_nodes == m->capacity && !mpti_model_grow(m)) {
@@ -10578,12 +10694,11 @@ static mpti_node *mpti_model_add(mpt_model *m, mpti_kind kind, int x, int y) {
     node = &m->nodes[m->num_nodes];
     memset(node, 0, sizeof *node);
     node->kind = kind;
-    node->in[0] = x;
-    node->in[1] = y;
-    node->num_in = y < 0 ? 1 : 2;
-    node->h = m->nodes[x].h;
-    node->w = m->nodes[x].w;
-    node->c = m->nodes[x].c;
+    memcpy(node->in, in, sizeof *in * (size_t)num_in);
+    node->num_in = num_in;
+    node->h = m->nodes[in[0]].h;
+    node->w = m->nodes[in[0]].w;
+    node->c = m->nodes[in[0]].c;
     node->param_offset = node->stat_offset = -1;
     node->norm = node->residual = -1;
     for (i = 0; i < m->num_nodes; i++) node->number += m->nodes[i].kind == kind;
@@ -10593,14 +10708,34 @@ static mpti_node *mpti_model_add(mpt_model *m, mpti_kind kind, int x, int y) {
 
 /* The node counts from here on. Returns its value. */
 static int mpti_model_keep(mpt_model *m, mpti_node *node, int64_t num_params, int64_t num_stats) {
+    int i;
+
+    if ((int64_t)node->h * node->w * node->c > INT32_MAX)
+        return mpti_model_fail(m, node->kind, "its output has more than 2^31 numbers a record");
     node->num_params = num_params;
     if (num_params) node->param_offset = m->num_params;
     if (num_stats) node->stat_offset = m->num_stats;
     m->num_params += num_params;
     m->num_stats += num_stats;
-    m->nodes[node->in[0]].num_uses++;
-    if (node->num_in > 1) m->nodes[node->in[1]].num_uses++;
+    for (i = 0; i < node->num_in; i++) m->nodes[node->in[i]].num_uses++;
     return m->num_nodes++;
+}
+
+static mpt_tensor mpti_custom_tensor(const mpti_node *node, int64_t n, void *data) {
+    mpt_tensor t;
+
+    t.data = data;
+    t.dims[0] = n;
+    t.dims[1] = node->h;
+    t.dims[2] = node->w;
+    t.dims[3] = node->c;
+    t.num_dims = 4;
+    t.dtype = MPT_F32;
+    return t;
+}
+
+static bool mpti_is_side(int64_t x) { /* of a picture */
+    return x >= 1 && x <= 16384;
 }
 
 /* ---- layers: shapes and parameters ----------------------------------------------------------- */
@@ -10631,7 +10766,7 @@ static bool mpti_model_window(mpt_model *m, mpti_node *node, int kernel, int str
 }
 
 MPT_API int mpt_conv2d(mpt_model *m, int x, const mpt_conv2d_desc *desc) {
-    mpti_node *node = mpti_model_add(m, MPTI_KIND_CONV2D, x, -1);
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_CONV2D, &x, 1);
     int kernel, stride, in_channels;
 
     if (!node) return -1;
@@ -10654,7 +10789,7 @@ MPT_API int mpt_conv2d(mpt_model *m, int x, const mpt_conv2d_desc *desc) {
 }
 
 MPT_API int mpt_batchnorm(mpt_model *m, int x, const mpt_batchnorm_desc *desc) {
-    mpti_node *node = mpti_model_add(m, MPTI_KIND_BATCHNORM, x, -1);
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_BATCHNORM, &x, 1);
 
     if (!node) return -1;
     node->epsilon = desc && desc->epsilon != 0 ? desc->epsilon : 1e-5f;
@@ -10666,12 +10801,13 @@ MPT_API int mpt_batchnorm(mpt_model *m, int x, const mpt_batchnorm_desc *desc) {
 }
 
 MPT_API int mpt_relu(mpt_model *m, int x) {
-    mpti_node *node = mpti_model_add(m, MPTI_KIND_RELU, x, -1);
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_RELU, &x, 1);
     return node ? mpti_model_keep(m, node, 0, 0) : -1;
 }
 
 MPT_API int mpt_add(mpt_model *m, int x, int y) {
-    mpti_node *node = mpti_model_add(m, MPTI_KIND_ADD, x, y < 0 ? INT_MAX : y);
+    const int in[2] = {x, y};
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_ADD, in, 2);
     const mpti_node *other;
     char what[200], shapes[96];
 
@@ -10688,7 +10824,7 @@ MPT_API int mpt_add(mpt_model *m, int x, int y) {
 
 static int mpti_model_pool(mpt_model *m, mpti_kind kind, int x, int kernel, int stride,
                            int padding) {
-    mpti_node *node = mpti_model_add(m, kind, x, -1);
+    mpti_node *node = mpti_model_add(m, kind, &x, 1);
 
     if (!node) return -1;
     if (kernel < 1 || kernel > 16 || stride < 1 || stride > 16 || padding < 0 ||
@@ -10708,7 +10844,7 @@ MPT_API int mpt_avg_pool(mpt_model *m, int x, int kernel, int stride, int paddin
 }
 
 MPT_API int mpt_global_avg_pool(mpt_model *m, int x) {
-    mpti_node *node = mpti_model_add(m, MPTI_KIND_GLOBAL_AVG_POOL, x, -1);
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_GLOBAL_AVG_POOL, &x, 1);
 
     if (!node) return -1;
     node->h = node->w = 1;
@@ -10716,7 +10852,7 @@ MPT_API int mpt_global_avg_pool(mpt_model *m, int x) {
 }
 
 MPT_API int mpt_dense(mpt_model *m, int x, int out_features) {
-    mpti_node *node = mpti_model_add(m, MPTI_KIND_DENSE, x, -1);
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_DENSE, &x, 1);
     int64_t in;
 
     if (!node) return -1;
@@ -10731,59 +10867,114 @@ MPT_API int mpt_dense(mpt_model *m, int x, int out_features) {
 }
 
 MPT_API int mpt_dropout(mpt_model *m, int x, float p) {
-    mpti_node *node = mpti_model_add(m, MPTI_KIND_DROPOUT, x, -1);
+    mpti_node *node = mpti_model_add(m, MPTI_KIND_DROPOUT, &x, 1);
 
     if (!node) return -1;
     if (!(p >= 0 && p < 1))
         return mpti_model_fail(m, node->kind, "p must be in 0 .. 1, 1 excluded");
+    if (node->number >= MPTI_MAX_DROPOUT_LAYERS)
+        return mpti_model_fail(m, node->kind, "a model has at most 192 dropout layers");
     node->probability = p;
     return mpti_model_keep(m, node, 0, 0);
 }
 
+/* Asks a custom layer for its shape with n records. The shape lands in out, which may be a copy. */
+static mpt_result mpti_custom_infer(const mpt_model *m, const mpti_node *node, int64_t n,
+                                    mpt_tensor *out, size_t *num_params, size_t *workspace) {
+    mpt_tensor in[MPT_CUSTOM_MAX_INPUTS];
+    int i;
+
+    for (i = 0; i < node->num_in; i++)
+        in[i] = mpti_custom_tensor(&m->nodes[node->in[i]], n, NULL);
+    memset(out, 0, sizeof *out);
+    *num_params = *workspace = 0;
+    return node->custom.infer(in, node->num_in, out, num_params, workspace, node->custom.user);
+}
+
+MPT_API int mpt_custom(mpt_model *m, const int *inputs, int num_inputs,
+                       const mpt_custom_desc *desc) {
+    mpti_node *node;
+    mpt_tensor out;
+    size_t num_params, workspace;
+    char what[200];
+    mpt_result rc;
+
+    if (!m) return -1;
+    if (!inputs || num_inputs < 1 || num_inputs > MPT_CUSTOM_MAX_INPUTS || !desc || !desc->infer ||
+        !desc->forward || !desc->backward)
+        return mpti_model_fail(m, MPTI_KIND_CUSTOM,
+                               "a custom layer needs 1 .. 4 inputs, infer, forward and backward");
+    node = mpti_model_add(m, MPTI_KIND_CUSTOM, inputs, num_inputs);
+    if (!node) return -1;
+    node->custom = *desc;
+    if (desc->name && strlen(desc->name) > 48)
+        return mpti_model_fail(m, MPTI_KIND_CUSTOM, "its name must have at most 48 bytes");
+    if (desc->name) snprintf(node->name, sizeof node->name, "%s%d", desc->name, node->number);
+    rc = mpti_custom_infer(m, node, 1, &out, &num_params, &workspace);
+    if (rc) {
+        snprintf(what, sizeof what, "infer of %s refused its inputs: %s", node->name,
+                 mpt_result_string(rc));
+        return mpti_model_fail(m, MPTI_KIND_CUSTOM, what);
+    }
+    if (out.num_dims != 4 || out.dims[0] != 1 || !mpti_is_side(out.dims[1]) ||
+        !mpti_is_side(out.dims[2]) || out.dims[3] < 1 || out.dims[3] > 1 << 24 ||
+        num_params > (size_t)1 << 40)
+        return mpti_model_fail(m, MPTI_KIND_CUSTOM,
+                               "infer must set out's four dims (n, height, width, channels), with "
+                               "n as in its inputs, and at most 2^40 parameters");
+    node->h = (int)out.dims[1];
+    node->w = (int)out.dims[2];
+    node->c = (int)out.dims[3];
+    return mpti_model_keep(m, node, (int64_t)num_params, 0);
+}
+
 MPT_API int mpt_name(mpt_model *m, int x, const char *name) {
+    size_t size;
+
     if (!m || x < 1 || x >= m->num_nodes || !name) return x;
-    snprintf(m->nodes[x].name, MPTI_NAME_BYTES, "%s", name);
+    size = strlen(name);
+    if (size == 0 || size >= MPTI_NAME_BYTES)
+        return mpti_model_fail(m, m->nodes[x].kind, "a layer's name must have 1 .. 63 bytes");
+    memcpy(m->nodes[x].name, name, size + 1);
     return x;
 }
 
-/* Where a node's data lie in the trainer's activation memory; SIZE_MAX: nowhere. */
-typedef struct mpti_place {
-    size_t value, gradient; /* bytes from the start */
-    size_t argmax;          /* max pooling: which element was the largest */
-    size_t bytes;           /* of the value */
-} mpti_place;
+/* ---- what the steps of one trainer work with ------------------------------------------------- */
 
 typedef struct mpti_layout {
     mpti_place *places; /* [num_nodes] */
     size_t scratch;     /* place of a second gradient, to be added to the first */
-    size_t activation_bytes, workspace_bytes;
+    size_t activation_bytes;
+    size_t operator_bytes;  /* of workspace; behind it: */
+    size_t cast_bytes;      /* inputs and outputs of a step in another storage type */
 } mpti_layout;
 
-/* What the steps of one trainer work with. */
 typedef struct mpti_net {
     const mpt_model *model;
     const mpt_backend *backend;
     void *self;
-    mpt_dtype dtype;
-    int capacity; /* records of a microbatch */
+    mpt_dtype dtype;   /* of values and their gradients */
+    mpt_dtype operand; /* of what convolutions and dense layers multiply */
+    int capacity;      /* records of a microbatch */
     mpti_layout layout;
     uint8_t *activations, *workspace;
-    const float *masters; /* (num_params) FP32: biases, gamma, beta; all weights if dtype is F32 */
-    const void *weights;  /* (num_params) of dtype */
+    const float *masters; /* (num_params) FP32: biases, gamma, beta, custom layers' parameters */
+    const void *weights;  /* (num_params) of operand */
     const float *running; /* (num_stats) */
     float *batch;         /* (num_stats): mean and inverse deviation of this microbatch */
     float *gradients;     /* (num_params) of this microbatch, then (num_stats) mean and variance */
-    bool *written;        /* [num_nodes]: the gradient of this value has been begun */
     /* of this microbatch */
     int num_valid;
     bool training;
     uint64_t seed;
     int64_t step;
-    const uint64_t *sample_ids;
-    const int32_t *labels;
+    const uint64_t *sample_ids; /* (capacity) or NULL: first_id + the slot's number */
+    uint64_t first_id;
+    const int32_t *labels; /* (capacity) or NULL: none */
     float label_smoothing, grad_scale;
     float *probabilities; /* NULL, or (capacity, classes) */
     mpt_softmax_stats stats;
+    int failed; /* the node whose step failed */
 } mpti_net;
 
 static void *mpti_net_value(const mpti_net *net, int v) {
@@ -10795,15 +10986,20 @@ static void *mpti_net_gradient(const mpti_net *net, int v) {
 }
 
 static const void *mpti_net_weights(const mpti_net *net, const mpti_node *node) {
-    return (const uint8_t *)net->weights + mpt_dtype_size(net->dtype) * (size_t)node->param_offset;
+    return (const uint8_t *)net->weights +
+           mpt_dtype_size(net->operand) * (size_t)node->param_offset;
 }
 
 static int64_t mpti_node_weights(const mpti_node *node) { /* without the bias */
     return node->num_params - (node->use_bias ? node->c : 0);
 }
 
-static int64_t mpti_node_elements(const mpti_node *node) { /* of one sample */
+static int64_t mpti_node_elements(const mpti_node *node) { /* of one record */
     return (int64_t)node->h * node->w * node->c;
+}
+
+static const float *mpti_net_bias(const mpti_net *net, const mpti_node *node) { /* NULL: none */
+    return node->use_bias ? net->masters + node->param_offset + mpti_node_weights(node) : NULL;
 }
 
 /* ---- arguments of the operators -------------------------------------------------------------- */
@@ -10823,9 +11019,9 @@ static mpt_conv2d_args mpti_conv2d_args(const mpti_net *net, const mpti_node *no
     a.q = node->w;
     a.stride = node->stride;
     a.padding = node->padding;
-    a.dtype = net->dtype;
+    a.dtype = net->operand;
     a.workspace = net->workspace;
-    a.workspace_bytes = net->layout.workspace_bytes;
+    a.workspace_bytes = net->layout.operator_bytes;
     return a;
 }
 
@@ -10837,9 +11033,9 @@ static mpt_dense_args mpti_dense_args(const mpti_net *net, const mpti_node *node
     a.num_valid = net->num_valid;
     a.in = (int)mpti_node_elements(&net->model->nodes[node->in[0]]);
     a.out = node->c;
-    a.dtype = net->dtype;
+    a.dtype = net->operand;
     a.workspace = net->workspace;
-    a.workspace_bytes = net->layout.workspace_bytes;
+    a.workspace_bytes = net->layout.operator_bytes;
     return a;
 }
 
@@ -10859,7 +11055,7 @@ static mpt_batchnorm_args mpti_batchnorm_args(const mpti_net *net, const mpti_no
     a.epsilon = norm->epsilon;
     a.dtype = net->dtype;
     a.workspace = net->workspace;
-    a.workspace_bytes = net->layout.workspace_bytes;
+    a.workspace_bytes = net->layout.operator_bytes;
     if (!net->masters) return a; /* only sizes are asked for */
     a.gamma = net->masters + norm->param_offset;
     a.beta = a.gamma + norm->c;
@@ -10912,11 +11108,118 @@ static mpt_dropout_args mpti_dropout_args(const mpti_net *net, const mpti_node *
     a.per_sample = mpti_node_elements(node);
     a.dtype = net->dtype;
     a.sample_ids = net->sample_ids;
+    a.first_id = net->first_id;
     a.seed = net->seed;
     a.epoch = net->step;
     a.layer = node->number;
     a.probability = net->training ? node->probability : 0;
     return a;
+}
+
+/* ---- casts on the way into a step and out of it ------------------------------------------------
+   A step may work in another type than values are stored in: FP16 operands among FP32 values, FP32
+   custom layers among FP16 values. Its copies lie behind the operators' workspace, for one step. */
+typedef struct mpti_casts {
+    const mpti_net *net;
+    mpt_dtype type; /* what the step works in */
+    size_t used;
+    mpt_result rc; /* of the first cast that failed */
+} mpti_casts;
+
+static mpti_casts mpti_casts_begin(const mpti_net *net, mpt_dtype type) {
+    mpti_casts c;
+
+    c.net = net;
+    c.type = type;
+    c.used = net->layout.operator_bytes;
+    c.rc = MPT_OK;
+    return c;
+}
+
+static void mpti_casts_copy(mpti_casts *c, const void *src, mpt_dtype from, void *dst,
+                            mpt_dtype to, int64_t count) {
+    mpt_cast_args a;
+
+    a.src = src;
+    a.dst = dst;
+    a.count = count;
+    a.src_dtype = from;
+    a.dst_dtype = to;
+    if (c->rc == MPT_OK) c->rc = c->net->backend->cast(c->net->self, &a);
+}
+
+static void *mpti_casts_take(mpti_casts *c, const mpti_node *node) { /* room for one value */
+    size_t count = (size_t)c->net->capacity * (size_t)mpti_node_elements(node);
+    void *room = c->net->workspace + c->used;
+
+    c->used += mpti_align(count * mpt_dtype_size(c->type));
+    return room;
+}
+
+/* What the step reads in place of x, which holds a value (or gradient) of node's shape. */
+static const void *mpti_casts_in(mpti_casts *c, const void *x, const mpti_node *node) {
+    void *copy;
+
+    if (c->type == c->net->dtype) return x;
+    copy = mpti_casts_take(c, node);
+    mpti_casts_copy(c, x, c->net->dtype, copy, c->type,
+                    c->net->capacity * mpti_node_elements(node));
+    return copy;
+}
+
+/* What the step writes in place of y. */
+static void *mpti_casts_out(mpti_casts *c, void *y, const mpti_node *node) {
+    return c->type == c->net->dtype ? y : mpti_casts_take(c, node);
+}
+
+/* The step wrote `written`, which belongs into y. */
+static mpt_result mpti_casts_end(mpti_casts *c, mpt_result rc, const void *written, void *y,
+                                 const mpti_node *node) {
+    if (rc == MPT_OK && written != y)
+        mpti_casts_copy(c, written, c->type, y, c->net->dtype,
+                        c->net->capacity * mpti_node_elements(node));
+    return rc ? rc : c->rc;
+}
+
+/* ---- custom layers: FP32, and only the records that count ------------------------------------ */
+static mpt_custom_args mpti_custom_args(const mpti_net *net, const mpti_node *node) {
+    mpt_custom_args a;
+
+    memset(&a, 0, sizeof a);
+    a.num_in = node->num_in;
+    a.params = net->masters + (node->num_params ? node->param_offset : 0);
+    a.workspace = net->workspace;
+    a.sample_ids = net->sample_ids;
+    a.training = net->training;
+    return a;
+}
+
+/* Slots that don't count hold zeros, in values as in gradients. */
+static void mpti_custom_clear_rest(const mpti_net *net, const mpti_node *node, void *x) {
+    size_t numbers = (size_t)mpti_node_elements(node), valid = (size_t)net->num_valid;
+
+    memset((float *)x + valid * numbers, 0,
+           ((size_t)net->capacity - valid) * numbers * sizeof(float));
+}
+
+static mpt_result mpti_step_forward_custom(mpti_net *net, const mpti_node *node, void *y) {
+    mpti_casts casts = mpti_casts_begin(net, MPT_F32);
+    mpt_tensor in[MPT_CUSTOM_MAX_INPUTS], out;
+    mpt_custom_args a = mpti_custom_args(net, node);
+    mpt_result rc = MPT_OK;
+    int i;
+
+    for (i = 0; i < node->num_in; i++) {
+        const mpti_node *from = &net->model->nodes[node->in[i]];
+        const void *x = mpti_casts_in(&casts, mpti_net_value(net, node->in[i]), from);
+        in[i] = mpti_custom_tensor(from, net->num_valid, (void *)(uintptr_t)x);
+    }
+    out = mpti_custom_tensor(node, net->num_valid, mpti_casts_out(&casts, y, node));
+    a.in = in;
+    a.out = &out;
+    if (casts.rc == MPT_OK && net->num_valid) rc = node->custom.forward(&a, node->custom.user);
+    mpti_custom_clear_rest(net, node, out.data);
+    return mpti_casts_end(&casts, rc, out.data, y, node);
 }
 
 /* ---- forward --------------------------------------------------------------------------------- */
@@ -10939,28 +11242,29 @@ static mpt_result mpti_step_forward(mpti_net *net, int v) {
     const mpt_backend *b = net->backend;
     const void *x = mpti_net_value(net, node->in[0]);
     void *y = mpti_net_value(net, v);
+    mpti_casts casts = mpti_casts_begin(net, net->operand);
     mpt_pointwise_args pointwise = mpti_pointwise_args(net, node);
 
+    net->failed = v;
     pointwise.a = x;
     pointwise.y = y;
     if (node->norm >= 0) return mpti_step_forward_norm(net, v);
     switch (node->kind) {
     case MPTI_KIND_CONV2D: {
         mpt_conv2d_args a = mpti_conv2d_args(net, node);
-        a.x = x;
+        a.x = mpti_casts_in(&casts, x, &net->model->nodes[node->in[0]]);
         a.w = mpti_net_weights(net, node);
-        a.bias = node->use_bias ? net->masters + node->param_offset + mpti_node_weights(node)
-                                : NULL;
-        a.y = y;
-        return b->conv2d_fprop(net->self, &a);
+        a.bias = mpti_net_bias(net, node);
+        a.y = mpti_casts_out(&casts, y, node);
+        return mpti_casts_end(&casts, b->conv2d_fprop(net->self, &a), a.y, y, node);
     }
     case MPTI_KIND_DENSE: {
         mpt_dense_args a = mpti_dense_args(net, node);
-        a.x = x;
+        a.x = mpti_casts_in(&casts, x, &net->model->nodes[node->in[0]]);
         a.w = mpti_net_weights(net, node);
-        a.bias = net->masters + node->param_offset + mpti_node_weights(node);
-        a.y = y;
-        return b->dense_fprop(net->self, &a);
+        a.bias = mpti_net_bias(net, node);
+        a.y = mpti_casts_out(&casts, y, node);
+        return mpti_casts_end(&casts, b->dense_fprop(net->self, &a), a.y, y, node);
     }
     case MPTI_KIND_MAX_POOL:
     case MPTI_KIND_AVG_POOL:
@@ -10982,6 +11286,7 @@ static mpt_result mpti_step_forward(mpti_net *net, int v) {
         a.y = y;
         return b->dropout_forward(net->self, &a);
     }
+    case MPTI_KIND_CUSTOM: return mpti_step_forward_custom(net, node, y);
     case MPTI_KIND_INPUT:
     case MPTI_KIND_BATCHNORM: break;
     }
@@ -10994,15 +11299,16 @@ static mpt_result mpti_step_forward(mpti_net *net, int v) {
    NULL: nobody needs it (the picture has no gradient). */
 static void *mpti_net_begin_gradient(const mpti_net *net, int v) {
     if (v <= 0) return NULL;
-    return net->written[v] ? net->activations + net->layout.scratch : mpti_net_gradient(net, v);
+    if (net->layout.places[v].begun) return net->activations + net->layout.scratch;
+    return mpti_net_gradient(net, v);
 }
 
 static mpt_result mpti_net_end_gradient(mpti_net *net, int v, mpt_result rc) {
     mpt_pointwise_args a;
 
     if (rc || v <= 0) return rc;
-    if (!net->written[v]) {
-        net->written[v] = true;
+    if (!net->layout.places[v].begun) {
+        net->layout.places[v].begun = true;
         return MPT_OK;
     }
     a = mpti_pointwise_args(net, &net->model->nodes[v]);
@@ -11019,10 +11325,8 @@ static mpt_result mpti_step_backward_norm(mpti_net *net, int v) {
     a.x = mpti_net_value(net, norm->in[0]);
     a.y = mpti_net_value(net, v);
     a.dy = mpti_net_gradient(net, v);
-    a.dx = mpti_net_begin_gradient(net,
-                                   norm->in[0]); /* with a residual never scratch: see fusing */
-    if (!a.dx)
-        a.dx = net->activations + net->layout.scratch; /* the picture's, which nobody needs */
+    a.dx = mpti_net_begin_gradient(net, norm->in[0]); /* with a residual not scratch: see fusing */
+    if (!a.dx) a.dx = net->activations + net->layout.scratch; /* the picture's: nobody needs it */
     if (node->residual >= 0) a.dresidual = mpti_net_begin_gradient(net, node->residual);
     a.dgamma = net->gradients + norm->param_offset;
     a.dbeta = a.dgamma + norm->c;
@@ -11031,34 +11335,82 @@ static mpt_result mpti_step_backward_norm(mpti_net *net, int v) {
     return mpti_net_end_gradient(net, node->residual, rc);
 }
 
+/* Both products of a layer with weights: dw of inputs and output gradients, dx of the latter and
+   weights. The picture needs no gradient. */
 static mpt_result mpti_step_backward_conv2d(mpti_net *net, const mpti_node *node, const void *dy) {
+    const mpti_node *in = &net->model->nodes[node->in[0]];
+    mpti_casts casts = mpti_casts_begin(net, net->operand);
     mpt_conv2d_args a = mpti_conv2d_args(net, node);
+    void *dx = mpti_net_begin_gradient(net, node->in[0]);
     mpt_result rc;
 
-    a.x = mpti_net_value(net, node->in[0]);
+    a.x = mpti_casts_in(&casts, mpti_net_value(net, node->in[0]), in);
     a.w = mpti_net_weights(net, node);
-    a.dy = dy;
+    a.dy = mpti_casts_in(&casts, dy, node);
     a.dw = net->gradients + node->param_offset;
     if (node->use_bias) a.dbias = a.dw + mpti_node_weights(node);
     rc = net->backend->conv2d_wgrad(net->self, &a);
-    a.dx = mpti_net_begin_gradient(net, node->in[0]);
-    if (rc || !a.dx) return rc;
-    return mpti_net_end_gradient(net, node->in[0], net->backend->conv2d_dgrad(net->self, &a));
+    if (rc || !dx) return rc ? rc : casts.rc;
+    a.dx = mpti_casts_out(&casts, dx, in);
+    rc = net->backend->conv2d_dgrad(net->self, &a);
+    rc = mpti_casts_end(&casts, rc, a.dx, dx, in);
+    return mpti_net_end_gradient(net, node->in[0], rc);
 }
 
 static mpt_result mpti_step_backward_dense(mpti_net *net, const mpti_node *node, const void *dy) {
+    const mpti_node *in = &net->model->nodes[node->in[0]];
+    mpti_casts casts = mpti_casts_begin(net, net->operand);
     mpt_dense_args a = mpti_dense_args(net, node);
+    void *dx = mpti_net_begin_gradient(net, node->in[0]);
     mpt_result rc;
 
-    a.x = mpti_net_value(net, node->in[0]);
+    a.x = mpti_casts_in(&casts, mpti_net_value(net, node->in[0]), in);
     a.w = mpti_net_weights(net, node);
-    a.dy = dy;
+    a.dy = mpti_casts_in(&casts, dy, node);
     a.dw = net->gradients + node->param_offset;
     a.dbias = a.dw + mpti_node_weights(node);
     rc = net->backend->dense_wgrad(net->self, &a);
-    a.dx = mpti_net_begin_gradient(net, node->in[0]);
-    if (rc || !a.dx) return rc;
-    return mpti_net_end_gradient(net, node->in[0], net->backend->dense_dgrad(net->self, &a));
+    if (rc || !dx) return rc ? rc : casts.rc;
+    a.dx = mpti_casts_out(&casts, dx, in);
+    rc = net->backend->dense_dgrad(net->self, &a);
+    rc = mpti_casts_end(&casts, rc, a.dx, dx, in);
+    return mpti_net_end_gradient(net, node->in[0], rc);
+}
+
+static mpt_result mpti_step_backward_custom(mpti_net *net, int v) {
+    const mpti_node *node = &net->model->nodes[v];
+    mpti_casts casts = mpti_casts_begin(net, MPT_F32);
+    mpt_tensor in[MPT_CUSTOM_MAX_INPUTS], din[MPT_CUSTOM_MAX_INPUTS], out, dout;
+    mpt_custom_args a = mpti_custom_args(net, node);
+    mpt_result rc = MPT_OK;
+    int i;
+
+    for (i = 0; i < node->num_in; i++) {
+        const mpti_node *from = &net->model->nodes[node->in[i]];
+        const void *x = mpti_casts_in(&casts, mpti_net_value(net, node->in[i]), from);
+        in[i] = mpti_custom_tensor(from, net->num_valid, (void *)(uintptr_t)x);
+        din[i] = mpti_custom_tensor(from, net->num_valid, mpti_casts_take(&casts, from));
+    }
+    out = mpti_custom_tensor(node, net->num_valid, (void *)(uintptr_t)mpti_casts_in(
+                             &casts, mpti_net_value(net, v), node));
+    dout = mpti_custom_tensor(node, net->num_valid, (void *)(uintptr_t)mpti_casts_in(
+                              &casts, mpti_net_gradient(net, v), node));
+    a.in = in;
+    a.out = &out;
+    a.dout = &dout;
+    a.din = din;
+    a.dparams = net->gradients + (node->num_params ? node->param_offset : 0);
+    memset(a.dparams, 0, sizeof *a.dparams * (size_t)node->num_params);
+    if (casts.rc == MPT_OK && net->num_valid) rc = node->custom.backward(&a, node->custom.user);
+    for (i = 0; i < node->num_in; i++) {
+        const mpti_node *from = &net->model->nodes[node->in[i]];
+        void *dx = mpti_net_begin_gradient(net, node->in[i]);
+        if (!dx) continue;
+        mpti_custom_clear_rest(net, from, din[i].data);
+        rc = mpti_casts_end(&casts, rc, din[i].data, dx, from);
+        rc = mpti_net_end_gradient(net, node->in[i], rc);
+    }
+    return rc;
 }
 
 static mpt_result mpti_step_backward_add(mpti_net *net, const mpti_node *node, const void *dy) {
@@ -11086,10 +11438,12 @@ static mpt_result mpti_step_backward(mpti_net *net, int v) {
     mpt_pool2d_args pool;
     void *dx;
 
+    net->failed = v;
     if (node->norm >= 0) return mpti_step_backward_norm(net, v);
     if (node->kind == MPTI_KIND_CONV2D) return mpti_step_backward_conv2d(net, node, dy);
     if (node->kind == MPTI_KIND_DENSE) return mpti_step_backward_dense(net, node, dy);
     if (node->kind == MPTI_KIND_ADD) return mpti_step_backward_add(net, node, dy);
+    if (node->kind == MPTI_KIND_CUSTOM) return mpti_step_backward_custom(net, v);
     dx = mpti_net_begin_gradient(net, node->in[0]);
     if (!dx) return MPT_OK;
     if (node->kind == MPTI_KIND_RELU) {
@@ -11117,11 +11471,9 @@ static mpt_result mpti_step_backward(mpti_net *net, int v) {
 }
 
 /* ---- a whole pass ---------------------------------------------------------------------------- */
-static mpt_result mpti_net_forward(mpti_net *net, const void *images, mpt_dtype dtype) {
+static mpt_result mpti_net_input(mpti_net *net, const void *images, mpt_dtype dtype) {
     const mpti_node *input = &net->model->nodes[MPT_INPUT];
     mpt_normalize_args a;
-    mpt_result rc;
-    int v;
 
     memset(&a, 0, sizeof a);
     a.x = images;
@@ -11133,7 +11485,14 @@ static mpt_result mpti_net_forward(mpti_net *net, const void *images, mpt_dtype 
     a.c = input->c;
     a.src_dtype = dtype;
     a.dtype = net->dtype;
-    rc = net->backend->input_normalize(net->self, &a);
+    net->failed = MPT_INPUT;
+    return net->backend->input_normalize(net->self, &a);
+}
+
+static mpt_result mpti_net_forward(mpti_net *net, const void *images, mpt_dtype dtype) {
+    mpt_result rc = mpti_net_input(net, images, dtype);
+    int v;
+
     for (v = 1; v < net->model->num_nodes && rc == MPT_OK; v++)
         if (!net->model->nodes[v].fused) rc = mpti_step_forward(net, v);
     return rc;
@@ -11144,28 +11503,34 @@ static mpt_result mpti_net_loss(mpti_net *net) {
     int logits = net->model->logits;
     mpt_softmax_xent_args a;
 
+    net->failed = logits;
     memset(&a, 0, sizeof a);
     a.logits = mpti_net_value(net, logits);
     a.labels = net->labels;
     a.dlogits = net->training ? mpti_net_gradient(net, logits) : NULL;
     a.probabilities = net->probabilities;
     a.stats = &net->stats;
-    a.n = net->capacity;
+    a.n = net->probabilities ? net->num_valid : net->capacity; /* the caller's rows end there */
     a.num_valid = net->num_valid;
     a.classes = net->model->nodes[logits].c;
     a.label_smoothing = net->training ? net->label_smoothing : 0;
     a.grad_scale = net->grad_scale;
     a.dtype = net->dtype;
     a.workspace = net->workspace;
-    a.workspace_bytes = net->layout.workspace_bytes;
+    a.workspace_bytes = net->layout.operator_bytes;
     return net->backend->softmax_xent(net->self, &a);
+}
+
+static void mpti_net_begin_backward(mpti_net *net) {
+    int v;
+    for (v = 0; v < net->model->num_nodes; v++) net->layout.places[v].begun = false;
 }
 
 static mpt_result mpti_net_backward(mpti_net *net) {
     mpt_result rc = MPT_OK;
     int v;
 
-    memset(net->written, 0, sizeof *net->written * (size_t)net->model->num_nodes);
+    mpti_net_begin_backward(net);
     for (v = net->model->num_nodes - 1; v > 0 && rc == MPT_OK; v--)
         if (!net->model->nodes[v].fused) rc = mpti_step_backward(net, v);
     return rc;
@@ -11221,6 +11586,7 @@ MPT_API void mpt_model_destroy(mpt_model *m) {
 
     if (!m) return;
     a = &m->ctx->desc.allocator;
+    mpti_free(a, m->places, sizeof *m->places * (size_t)m->num_nodes);
     mpti_free(a, m->nodes, sizeof *m->nodes * (size_t)m->capacity);
     mpti_free(a, m, sizeof *m);
 }
@@ -11265,9 +11631,39 @@ static void mpti_model_fuse(mpt_model *m) {
         if (m->nodes[v].kind == MPTI_KIND_BATCHNORM && !m->nodes[v].fused) m->nodes[v].norm = v;
 }
 
+/* Why the model can't end here; err is filled in then. */
+static mpt_result mpti_model_check_end(const mpt_model *m, int logits, mpt_error *err) {
+    int v, other;
+
+    if (m->logits >= 0)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_STATE, "the model is finished already");
+    if (logits < 1 || logits >= m->num_nodes || m->nodes[logits].h != 1 || m->nodes[logits].w != 1)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_model_finish: logits must be a layer's output of shape "
+                         "(1,1,classes): end with mpt_dense");
+    if (logits != m->num_nodes - 1 || m->nodes[logits].num_uses > 0)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_model_finish: logits must be the last layer, and read by no other");
+    for (v = 0; v < m->num_nodes - 1; v++)
+        if (m->nodes[v].num_uses == 0)
+            return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                             "mpt_model_finish: no layer reads the output of layer %d (%s)", v,
+                             m->nodes[v].name);
+    for (v = 0; v < m->num_nodes; v++)
+        for (other = 0; other < v; other++)
+            if (!strcmp(m->nodes[v].name, m->nodes[other].name))
+                return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                                 "mpt_model_finish: layers %d and %d are both named %s", other, v,
+                                 m->nodes[v].name);
+    if (m->num_params == 0)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_model_finish: nothing to learn in this model");
+    return MPT_OK;
+}
+
 MPT_API mpt_result mpt_model_finish(mpt_model *m, int logits) {
     mpt_error *err;
-    int v;
+    mpt_result rc;
 
     if (!m) return MPT_ERR_INVALID_ARGUMENT;
     err = &m->ctx->error;
@@ -11275,30 +11671,12 @@ MPT_API mpt_result mpt_model_finish(mpt_model *m, int logits) {
         *err = m->wiring;
         return mpti_report(m->ctx, err->code);
     }
-    if (m->logits >= 0)
-        return mpti_report(m->ctx,
-                           MPTI_FAIL(err, MPT_ERR_INVALID_STATE, "the model is finished already"));
-    if (logits < 1 || logits >= m->num_nodes || m->nodes[logits].h != 1 || m->nodes[logits].w != 1)
-        return mpti_report(
-            m->ctx,
-            MPTI_FAIL(
-                err, MPT_ERR_INVALID_ARGUMENT,
-                "mpt_model_finish: logits must be a layer's output of shape (1,1,classes): end "
-                "with mpt_dense"));
-    if (logits != m->num_nodes - 1 || m->nodes[logits].num_uses > 0)
-        return mpti_report(
-            m->ctx,
-            MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
-                      "mpt_model_finish: logits must be the last layer, and read by no other"));
-    for (v = 1; v < m->num_nodes - 1; v++)
-        if (m->nodes[v].num_uses == 0)
-            return mpti_report(
-                m->ctx, MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
-                                  "mpt_model_finish: no layer reads the output of layer %d (%s)", v,
-                                  m->nodes[v].name));
-    if (m->num_params == 0)
-        return mpti_report(m->ctx, MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
-                                             "mpt_model_finish: nothing to learn in this model"));
+    rc = mpti_model_check_end(m, logits, err);
+    if (rc) return mpti_report(m->ctx, rc);
+    m->places = (mpti_place *)mpti_calloc(&m->ctx->desc.allocator, (size_t)m->num_nodes,
+                                          sizeof *m->places);
+    if (!m->places)
+        return mpti_report(m->ctx, MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a model"));
     m->nodes[logits].num_uses++; /* the loss reads it: so it is never fused away */
     mpti_model_fuse(m);
     m->logits = logits;
@@ -11318,6 +11696,13 @@ MPT_API mpt_result mpt_model_layer(const mpt_model *m, int layer, mpt_layer_info
 
     if (!m || !out || layer < 0 || layer >= m->num_nodes - 1) return MPT_ERR_INVALID_ARGUMENT;
     node = &m->nodes[layer + 1];
+    memset(out, 0, sizeof *out);
+    memcpy(out->inputs, node->in, sizeof node->in);
+    out->num_inputs = node->num_in;
+    out->kernel = node->kernel;
+    out->stride = node->stride;
+    out->padding = node->padding;
+    out->use_bias = node->use_bias;
     out->name = node->name;
     out->kind = mpti_kind_name(node->kind);
     out->height = node->h;
@@ -11328,63 +11713,88 @@ MPT_API mpt_result mpt_model_layer(const mpt_model *m, int layer, mpt_layer_info
     return MPT_OK;
 }
 
+MPT_API mpt_result mpt_model_summary(const mpt_model *m, int batch_size, mpt_dtype storage,
+                                     void (*line)(const char *text, void *user), void *user) {
+    char text[160], shape[40];
+    int64_t bytes, sum = 0;
+    int v;
+
+    if (!m || batch_size < 1 || mpt_dtype_size(storage) == 0 || !line)
+        return MPT_ERR_INVALID_ARGUMENT;
+    snprintf(text, sizeof text, "%-24s %-16s %-16s %12s %14s", "layer", "kind", "output",
+             "parameters", "bytes");
+    line(text, user);
+    for (v = 0; v < m->num_nodes; v++) {
+        const mpti_node *node = &m->nodes[v];
+        bytes = node->fused ? 0
+                            : batch_size * mpti_node_elements(node) *
+                                  (int64_t)mpt_dtype_size(storage);
+        sum += bytes;
+        snprintf(shape, sizeof shape, "(%d,%d,%d)", node->h, node->w, node->c);
+        snprintf(text, sizeof text, "%-24s %-16s %-16s %12lld %14lld%s", node->name,
+                 mpti_kind_name(node->kind), shape, (long long)node->num_params, (long long)bytes,
+                 node->fused ? " (fused)" : "");
+        line(text, user);
+    }
+    snprintf(text, sizeof text, "%-24s %-16s %-16s %12lld %14lld", "sum", "", "",
+             (long long)m->num_params, (long long)sum);
+    line(text, user);
+    return MPT_OK;
+}
+
 /* ---- where everything lies ----------------------------------------------------------------------
    Outputs are all kept from forward to backward. A gradient lives from the step that writes it
    first (the last reader of the value) to the step that made the value: most can share places. */
-/* The values whose gradients a step writes. */
-static int mpti_step_inputs(const mpt_model *m, int v, int inputs[2]) {
+
+/* The values whose gradients a step writes. Returns how many. */
+static int mpti_step_inputs(const mpt_model *m, int v, int inputs[MPT_CUSTOM_MAX_INPUTS]) {
     const mpti_node *node = &m->nodes[v];
 
-    inputs[0] = node->norm >= 0 ? m->nodes[node->norm].in[0] : node->in[0];
-    inputs[1] = node->norm >= 0 ? node->residual : node->num_in > 1 ? node->in[1] : -1;
-    return inputs[1] >= 0 ? 2 : 1;
+    memcpy(inputs, node->in, sizeof node->in);
+    if (node->norm < 0) return node->num_in;
+    inputs[0] = m->nodes[node->norm].in[0];
+    inputs[1] = node->residual;
+    return node->residual >= 0 ? 2 : 1;
 }
 
-/* The lowest place for `bytes` that no living gradient takes. */
-static size_t mpti_layout_find(const mpti_layout *l, const bool *alive, int num_nodes, size_t bytes,
-                               size_t base) {
+/* The lowest place for `bytes` from `base` on that no living gradient takes. */
+static size_t mpti_layout_find(const mpti_layout *l, int num_nodes, size_t bytes, size_t base) {
     size_t at = base;
     int v = 0;
 
     while (v < num_nodes) {
         const mpti_place *p = &l->places[v];
-        if (alive[v] && at < p->gradient + mpti_align(p->bytes) && p->gradient < at + bytes) {
-            at = p->gradient + mpti_align(p->bytes);
-            v = 0;
-        } else {
-            v++;
-        }
+        bool overlaps = at < p->gradient + mpti_align(p->bytes) && p->gradient < at + bytes;
+        if (p->begun && overlaps) at = p->gradient + mpti_align(p->bytes);
+        v = p->begun && overlaps ? 0 : v + 1;
     }
     return at;
 }
 
-static void mpti_layout_gradients(const mpt_model *m, mpti_layout *l, bool *alive) {
-    size_t base = l->activation_bytes, end = base, scratch = 0;
-    int v, k, inputs[2];
+/* Walks backward as the steps will: `begun` tells which gradients live. */
+static void mpti_layout_gradients(const mpt_model *m, mpti_layout *l) {
+    size_t base = l->activation_bytes, end, scratch = 0;
+    int v, k, count, inputs[MPT_CUSTOM_MAX_INPUTS];
 
-    memset(alive, 0, sizeof *alive * (size_t)m->num_nodes);
     l->places[m->logits].gradient = base;
-    alive[m->logits] = true;
+    l->places[m->logits].begun = true;
     end = base + mpti_align(l->places[m->logits].bytes);
     for (v = m->num_nodes - 1; v > 0; v--) {
         if (m->nodes[v].fused) continue;
-        for (k = 0; k < 2; k++) {
-            mpti_place *p;
-            if (k >= mpti_step_inputs(m, v, inputs) || inputs[k] <= 0) continue;
-            p = &l->places[inputs[k]];
-            if (alive[inputs[k]] && mpti_align(p->bytes) > scratch) scratch = mpti_align(p->bytes);
-            if (alive[inputs[k]]) continue;
-            p->gradient = mpti_layout_find(l, alive, m->num_nodes, mpti_align(p->bytes), base);
-            alive[inputs[k]] = true;
-            if (p->gradient + mpti_align(p->bytes) > end) end = p->gradient + mpti_align(p->bytes);
+        count = mpti_step_inputs(m, v, inputs);
+        for (k = 0; k < count; k++) {
+            mpti_place *p = &l->places[inputs[k]];
+            size_t bytes = mpti_align(p->bytes);
+            /* a batch norm right behind the picture writes a gradient that nobody reads */
+            bool spare = p->begun || (inputs[k] == MPT_INPUT && m->nodes[v].norm >= 0);
+            if (spare && bytes > scratch) scratch = bytes;
+            if (spare || inputs[k] == MPT_INPUT) continue;
+            p->gradient = mpti_layout_find(l, m->num_nodes, bytes, base);
+            p->begun = true;
+            if (p->gradient + bytes > end) end = p->gradient + bytes;
         }
-        alive[v] = false;
+        l->places[v].begun = false;
     }
-    /* a batch norm right behind the picture writes a gradient that nobody reads */
-    if (m->num_nodes > 1 && scratch < mpti_align(l->places[MPT_INPUT].bytes))
-        for (v = 1; v < m->num_nodes; v++)
-            if (m->nodes[v].norm >= 0 && m->nodes[m->nodes[v].norm].in[0] == MPT_INPUT)
-                scratch = mpti_align(l->places[MPT_INPUT].bytes);
     l->scratch = end;
     l->activation_bytes = end + scratch;
 }
@@ -11393,51 +11803,90 @@ static size_t mpti_max_size(size_t a, size_t b) {
     return a > b ? a : b;
 }
 
-/* The most scratch that any operator of the model asks for. */
-static size_t mpti_net_workspace(const mpti_net *net) {
+/* Scratch that the operators of one step ask for. */
+static mpt_result mpti_step_workspace(const mpti_net *net, const mpti_node *node, size_t *bytes) {
     const mpt_backend *b = net->backend;
-    size_t most = 0;
-    mpt_softmax_xent_args softmax;
-    int v;
+    mpt_conv2d_args conv;
+    mpt_dense_args dense;
+    mpt_batchnorm_args norm;
+    mpt_tensor ignored;
+    size_t params;
 
-    for (v = 1; v < net->model->num_nodes; v++) {
-        const mpti_node *node = &net->model->nodes[v];
-        if (node->kind == MPTI_KIND_CONV2D) {
-            mpt_conv2d_args a = mpti_conv2d_args(net, node);
-            most = mpti_max_size(most, b->conv2d_fprop_workspace_bytes(net->self, &a));
-            most = mpti_max_size(most, b->conv2d_dgrad_workspace_bytes(net->self, &a));
-            most = mpti_max_size(most, b->conv2d_wgrad_workspace_bytes(net->self, &a));
-        } else if (node->kind == MPTI_KIND_DENSE) {
-            mpt_dense_args a = mpti_dense_args(net, node);
-            most = mpti_max_size(most, b->dense_fprop_workspace_bytes(net->self, &a));
-            most = mpti_max_size(most, b->dense_dgrad_workspace_bytes(net->self, &a));
-            most = mpti_max_size(most, b->dense_wgrad_workspace_bytes(net->self, &a));
-        } else if (node->norm >= 0) {
-            mpt_batchnorm_args a = mpti_batchnorm_args(net, node);
-            a.training = 1;
-            most = mpti_max_size(most, b->batchnorm_forward_workspace_bytes(net->self, &a));
-            most = mpti_max_size(most, b->batchnorm_backward_workspace_bytes(net->self, &a));
-        }
+    *bytes = 0;
+    if (node->kind == MPTI_KIND_CONV2D) {
+        conv = mpti_conv2d_args(net, node);
+        *bytes = mpti_max_size(b->conv2d_fprop_workspace_bytes(net->self, &conv),
+                               b->conv2d_dgrad_workspace_bytes(net->self, &conv));
+        *bytes = mpti_max_size(*bytes, b->conv2d_wgrad_workspace_bytes(net->self, &conv));
+    } else if (node->kind == MPTI_KIND_DENSE) {
+        dense = mpti_dense_args(net, node);
+        *bytes = mpti_max_size(b->dense_fprop_workspace_bytes(net->self, &dense),
+                               b->dense_dgrad_workspace_bytes(net->self, &dense));
+        *bytes = mpti_max_size(*bytes, b->dense_wgrad_workspace_bytes(net->self, &dense));
+    } else if (node->norm >= 0) {
+        norm = mpti_batchnorm_args(net, node);
+        norm.training = 1;
+        *bytes = mpti_max_size(b->batchnorm_forward_workspace_bytes(net->self, &norm),
+                               b->batchnorm_backward_workspace_bytes(net->self, &norm));
+    } else if (node->kind == MPTI_KIND_CUSTOM) {
+        return mpti_custom_infer(net->model, node, net->capacity, &ignored, &params, bytes);
     }
-    memset(&softmax, 0, sizeof softmax);
-    softmax.n = net->capacity;
-    softmax.num_valid = net->capacity;
-    softmax.classes = net->model->nodes[net->model->logits].c;
-    softmax.dtype = net->dtype;
-    return mpti_max_size(most, b->softmax_xent_workspace_bytes(net->self, &softmax));
+    return MPT_OK;
 }
 
-/* Fills net->layout, whose places have been allocated. alive: [num_nodes] of scratch. */
-static void mpti_net_lay_out(mpti_net *net, bool *alive) {
+/* What the casts of one step take: see mpti_casts. */
+static size_t mpti_step_cast_bytes(const mpti_net *net, const mpti_node *node) {
+    bool custom = node->kind == MPTI_KIND_CUSTOM;
+    mpt_dtype type = custom ? MPT_F32 : net->operand;
+    size_t size = mpt_dtype_size(type), records = (size_t)net->capacity, sum = 0, bytes;
+    int i;
+
+    if (!custom && (net->dtype == net->operand ||
+                    (node->kind != MPTI_KIND_CONV2D && node->kind != MPTI_KIND_DENSE)))
+        return 0;
+    for (i = 0; i < node->num_in; i++) { /* a copy, and a gradient */
+        bytes = records * size * (size_t)mpti_node_elements(&net->model->nodes[node->in[i]]);
+        sum += (net->dtype == type ? 1 : 2) * mpti_align(bytes);
+    }
+    bytes = records * size * (size_t)mpti_node_elements(node);
+    return net->dtype == type ? sum : sum + 2 * mpti_align(bytes);
+}
+
+static mpt_result mpti_net_workspace(mpti_net *net) {
+    const mpt_model *m = net->model;
+    mpt_softmax_xent_args softmax;
+    size_t bytes;
+    mpt_result rc = MPT_OK;
+    int v;
+
+    memset(&softmax, 0, sizeof softmax);
+    softmax.n = softmax.num_valid = net->capacity;
+    softmax.classes = m->nodes[m->logits].c;
+    softmax.dtype = net->dtype;
+    net->layout.operator_bytes = net->backend->softmax_xent_workspace_bytes(net->self, &softmax);
+    net->layout.cast_bytes = 0;
+    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
+        rc = mpti_step_workspace(net, &m->nodes[v], &bytes);
+        net->layout.operator_bytes = mpti_max_size(net->layout.operator_bytes, bytes);
+        bytes = mpti_step_cast_bytes(net, &m->nodes[v]);
+        net->layout.cast_bytes = mpti_max_size(net->layout.cast_bytes, bytes);
+    }
+    net->layout.operator_bytes = mpti_align(net->layout.operator_bytes);
+    net->failed = v - 1;
+    return rc;
+}
+
+/* Fills net->layout, whose places are there. Fails only where a custom layer does. */
+static mpt_result mpti_net_lay_out(mpti_net *net) {
     const mpt_model *m = net->model;
     mpti_layout *l = &net->layout;
     int v;
 
+    memset(l->places, 0, sizeof *l->places * (size_t)m->num_nodes);
     l->activation_bytes = 0;
     for (v = 0; v < m->num_nodes; v++) {
         const mpti_node *node = &m->nodes[v];
         size_t elements = (size_t)net->capacity * (size_t)mpti_node_elements(node);
-        l->places[v].value = l->places[v].gradient = l->places[v].argmax = 0;
         l->places[v].bytes = elements * mpt_dtype_size(net->dtype);
         if (node->fused) continue;
         l->places[v].value = l->activation_bytes;
@@ -11446,9 +11895,105 @@ static void mpti_net_lay_out(mpti_net *net, bool *alive) {
         l->places[v].argmax = l->activation_bytes;
         l->activation_bytes += mpti_align(elements);
     }
-    mpti_layout_gradients(m, l, alive);
+    mpti_layout_gradients(m, l);
     net->num_valid = net->capacity;
-    l->workspace_bytes = mpti_align(mpti_net_workspace(net));
+    return mpti_net_workspace(net);
+}
+
+/* ---- initial weights ------------------------------------------------------------------------- */
+/* (1 + cos(pi u)) / 2 for u in 0 .. 1, within 2^-50, and near u = 1 within 2^-50 of itself.
+   It is cos^2 = 1 - sin^2 of pi u / 2; seen from the nearer end the angle y is at most pi/4, where
+   sin y = y (1 - y^2/(2 3) (1 - y^2/(4 5) (1 - ...))) up to y^15 leaves out y^17/17! < 2^-54. */
+static double mpti_half_cosine(double u) {
+    bool late = u > 0.5;
+    double y = (late ? 1 - u : u) * 1.5707963267948966, sine = 1;
+    int k;
+
+    for (k = 14; k >= 2; k -= 2) sine = 1 - y * y * sine / (k * (k + 1));
+    sine *= y;
+    return late ? sine * sine : (1 - sine) * (1 + sine);
+}
+
+static double mpti_cos_turn(double turn) { /* cos(2 pi turn), turn in 0 .. 1 */
+    return 2 * mpti_half_cosine(turn <= 0.5 ? 2 * turn : 2 - 2 * turn) - 1;
+}
+
+/* Two normal numbers from two words (Box and Muller 1958), with our own log, cosine and sine: the
+   same bits on every machine. */
+static void mpti_normal_pair(const uint32_t random[2], float out[2]) {
+    double u = ((double)random[0] + 1) / 4294967296.0, turn = (double)random[1] / 4294967296.0;
+    double radius = sqrt(-2 * mpti_ln(u));
+
+    out[0] = (float)(radius * mpti_cos_turn(turn));
+    out[1] = (float)(radius * mpti_cos_turn(turn < 0.25 ? turn + 0.75 : turn - 0.25)); /* sine */
+}
+
+static void mpti_init_normal(float *w, int64_t n, float deviation, uint64_t seed, uint32_t layer) {
+    uint32_t random[4];
+    float pair[4];
+    int64_t i;
+
+    for (i = 0; i < n; i++) {
+        if (i % 4 == 0) {
+            mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
+            mpti_normal_pair(random, pair);
+            mpti_normal_pair(random + 2, pair + 2);
+        }
+        w[i] = deviation * pair[i % 4];
+    }
+}
+
+static void mpti_init_uniform(float *w, int64_t n, float bound, uint64_t seed, uint32_t layer) {
+    uint32_t random[4];
+    int64_t i;
+
+    for (i = 0; i < n; i++) {
+        if (i % 4 == 0) mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
+        w[i] = bound * (float)(2 * mpti_uniform(random[i % 4]) - 1);
+    }
+}
+
+/* A seed of its own for each custom layer. */
+static mpt_result mpti_init_custom(const mpt_model *m, int v, uint64_t seed, float *w) {
+    const mpti_node *node = &m->nodes[v];
+    uint32_t random[4];
+    mpt_result rc;
+
+    if (!node->custom.init || node->num_params == 0) return MPT_OK;
+    mpti_random4(seed, 0, 0, (uint32_t)v, MPTI_RANDOM_INIT, random);
+    rc = node->custom.init(w, (size_t)node->num_params, (uint64_t)random[0] << 32 | random[1],
+                           node->custom.user);
+    if (rc == MPT_OK) return MPT_OK;
+    return MPTI_FAIL(&m->ctx->error, rc, "init of layer %s failed: %s", node->name,
+                     mpt_result_string(rc));
+}
+
+/* params (num_params) and running (num_stats) are zeros. */
+static mpt_result mpti_model_init(const mpt_model *m, uint64_t seed, float *params,
+                                  float *running) {
+    mpt_result rc = MPT_OK;
+    int v, c;
+
+    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
+        const mpti_node *node = &m->nodes[v];
+        float *w = params + (node->param_offset < 0 ? 0 : node->param_offset);
+        if (node->kind == MPTI_KIND_CONV2D) { /* biases stay 0 */
+            double fan_out = (double)node->c * node->kernel * node->kernel;
+            mpti_init_normal(w, mpti_node_weights(node), (float)sqrt(2.0 / fan_out), seed,
+                             (uint32_t)v);
+        } else if (node->kind == MPTI_KIND_DENSE) {
+            double fan_in = (double)mpti_node_elements(&m->nodes[node->in[0]]);
+            mpti_init_uniform(w, node->num_params, (float)(1 / sqrt(fan_in)), seed, (uint32_t)v);
+        } else if (node->kind == MPTI_KIND_BATCHNORM) {
+            for (c = 0; c < node->c; c++) {
+                w[c] = node->zero_init_gamma ? 0 : 1;
+                running[node->stat_offset + node->c + c] = 1;
+            }
+        } else if (node->kind == MPTI_KIND_CUSTOM) {
+            rc = mpti_init_custom(m, v, seed, w);
+        }
+    }
+    return rc;
 }
 
 /* ---- the zoo --------------------------------------------------------------------------------- */
@@ -11692,6 +12237,11 @@ static mpti_parameter mpti_parameter_make(const mpt_optimizer_desc *desc, size_t
 
 static int64_t mpti_parameter_chunks(size_t count) {
     return (int64_t)(count / MPTI_UPDATE_CHUNK + (count % MPTI_UPDATE_CHUNK != 0));
+}
+
+/* What mpti_optimizer_open takes. */
+static size_t mpti_optimizer_bytes(int64_t num_chunks, int64_t num_segments) {
+    return sizeof(mpti_update_chunk) * (size_t)num_chunks + sizeof(float) * (size_t)num_segments;
 }
 
 static void mpti_optimizer_close(mpti_optimizer *o) {
@@ -12001,8 +12551,10 @@ static mpt_result mpti_schedule_desc_check(const mpt_schedule_desc *d, int64_t t
     const mpti_bound bounds[] = {
         {(float)d->kind, 0, MPT_SCHEDULE_ONE_CYCLE, "kind is unknown"},
         {(float)(d->warmup_steps >= 0), 1, 1, "warmup_steps must be at least 0"},
+        {(float)(!needs_total || total_steps > 0), 1, 1,
+         "kind: cosine, poly and one-cycle need the number of total_steps"},
         {(float)(!needs_total || d->warmup_steps < total_steps), 1, 1,
-         "warmup_steps must be below the number of steps"},
+         "warmup_steps must be below the number of total_steps"},
         {d->warmup_start, 0, 1, "warmup_start must be in 0 .. 1"},
         {d->end_factor, 0, 1, "end_factor must be in 0 .. 1"},
         {d->decay_factor, MPTI_TINY, 1, "decay_factor must be above 0, at most 1"},
@@ -12031,19 +12583,6 @@ static double mpti_power(double x, int64_t k) { /* x^k by squaring */
     for (; k > 0; k /= 2, x *= x)
         if (k % 2) result *= x;
     return result;
-}
-
-/* (1 + cos(pi u)) / 2 for u in 0 .. 1, within 2^-50, and near u = 1 within 2^-50 of itself.
-   It is cos^2 = 1 - sin^2 of pi u / 2; seen from the nearer end the angle y is at most pi/4, where
-   sin y = y (1 - y^2/(2 3) (1 - y^2/(4 5) (1 - ...))) up to y^15 leaves out y^17/17! < 2^-54. */
-static double mpti_half_cosine(double u) {
-    bool late = u > 0.5;
-    double y = (late ? 1 - u : u) * 1.5707963267948966, sine = 1;
-    int k;
-
-    for (k = 14; k >= 2; k -= 2) sine = 1 - y * y * sine / (k * (k + 1));
-    sine *= y;
-    return late ? sine * sine : (1 - sine) * (1 + sine);
 }
 
 /* From `to` (f = 0) to `from` (f = 1). */
@@ -12378,13 +12917,14 @@ MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt
 /* =================================================================================================
  * >>train   12.1 Trainer: the plan, microbatches, the step, evaluation
  * =================================================================================================
+ *
  * Problem: a step sums over lanes and slices, may have to be thrown away, and has to give the same
  *          bits however it was cut into microbatches of ranks and threads.
  * Idea:    each microbatch leaves gradients, statistics and counts in one flat row; rows meet in
  *          a fixed binary tree; then nine lines decide and update.
  * Shapes:  a row: (num_params) gradients | (num_stats) n * mean, n * variance of each batch norm
  * Tested:  tests/test_train.c
- * Next:    the collectives, which let rows of other ranks into the tree.
+ * Next:    >>safetensors, in which what was learned is kept.
  */
 enum { MPTI_MAX_LEVELS = 32 }; /* of the tree: 2^32 microbatches a step */
 
@@ -12393,21 +12933,33 @@ typedef struct mpti_totals { /* of the microbatches of a step */
     int64_t num_samples, num_correct, num_correct_top5;
 } mpti_totals;
 
+enum { /* the arenas of a trainer, one for each purpose of the plan */
+    MPTI_WEIGHTS,
+    MPTI_MASTERS,
+    MPTI_GRADIENTS,
+    MPTI_MOMENTS,
+    MPTI_ACTIVATIONS,
+    MPTI_WORKSPACE,
+    MPTI_STATISTICS,
+    MPTI_NUM_ARENAS
+};
+
 struct mpt_trainer {
     mpt_ctx *ctx;
     mpt_model *model;
     mpt_trainer_desc desc; /* with defaults */
     int batch_size;        /* records of a lane */
     mpt_memory_plan plan;
+    mpt_arena *arenas[MPTI_NUM_ARENAS];
     mpti_net net;
     mpti_parameter *parameters; /* [num_parameters]: weights and biases of each layer */
     int64_t num_parameters;
     mpti_optimizer optimizer;
     mpt_loss_scaler scaler;
-    float *masters;                   /* (num_params) */
-    uint16_t *half;                   /* (num_params) or NULL */
-    float *first, *second;            /* (num_params) or NULL */
-    float *running, *batch;           /* (num_stats) */
+    float *masters;         /* (num_params) FP32: the truth */
+    uint16_t *half;         /* (num_params) or NULL: the 16-bit copy that layers multiply with */
+    float *first, *second;  /* (num_params) or NULL: moments */
+    float *running, *batch; /* (num_stats) */
     float *rows[MPTI_MAX_LEVELS + 1]; /* [num_rows], each (num_params + num_stats) */
     int num_rows;
     /* of the step under way: rows[0 .. depth-1] hold sums of weight[] microbatches each, and
@@ -12418,50 +12970,66 @@ struct mpt_trainer {
     mpti_totals totals;
     int64_t step; /* attempted */
     double seconds;
+    mpt_step_report last; /* of the last step */
 };
-
-static double mpti_cos_turn(double turn) { /* cos(2 pi turn), turn in 0 .. 1 */
-    return 2 * mpti_half_cosine(turn <= 0.5 ? 2 * turn : 2 - 2 * turn) - 1;
-}
-
-static bool mpti_half_is_fast(void) { /* F16C comes with the AVX2 family */
-    return mpti_has_avx2();
-}
 
 /* ---- descs ----------------------------------------------------------------------------------- */
 MPT_API mpt_trainer_desc mpt_trainer_desc_defaults(const mpt_trainer_desc *desc) {
     mpt_trainer_desc d;
+    bool mixed;
 
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
-    if (d.precision == MPT_PRECISION_DEFAULT)
-        d.precision = mpti_half_is_fast() ? MPT_PRECISION_FP16 : MPT_PRECISION_FP32;
+    if (d.precision == MPT_PRECISION_DEFAULT) /* F16C comes with the AVX2 family */
+        d.precision = mpti_has_avx2() ? MPT_PRECISION_FP16 : MPT_PRECISION_FP32;
+    mixed = d.precision == MPT_PRECISION_FP16 || d.precision == MPT_PRECISION_FP16_CAST;
+    if (d.master_weights == MPT_BY_DEFAULT)
+        d.master_weights =
+            d.precision == MPT_PRECISION_FP16 || d.precision == MPT_PRECISION_BF16 ? MPT_YES
+                                                                                  : MPT_NO;
+    if (d.keep_batchnorm_fp32 == MPT_BY_DEFAULT)
+        d.keep_batchnorm_fp32 = d.precision == MPT_PRECISION_FP16_PURE ? MPT_NO : MPT_YES;
     mpti_optimizer_desc_defaults(&d.optimizer);
     mpti_schedule_desc_defaults(&d.schedule);
     if (d.loss_scaler.mode == MPT_LOSS_SCALE_DEFAULT)
-        d.loss_scaler.mode = d.precision == MPT_PRECISION_FP16 ? MPT_LOSS_SCALE_DYNAMIC
-                                                               : MPT_LOSS_SCALE_NONE;
+        d.loss_scaler.mode = mixed ? MPT_LOSS_SCALE_DYNAMIC : MPT_LOSS_SCALE_NONE;
     mpti_loss_scaler_desc_defaults(&d.loss_scaler);
     if (d.accumulate_steps == 0) d.accumulate_steps = 1;
     if (d.slices == 0) d.slices = 1;
     return d;
 }
 
+/* What makes no sense together, as in Apex; NULL: nothing. d has its defaults. */
+static const char *mpti_precision_conflict(const mpt_trainer_desc *d) {
+    bool fp32_weights =
+        d->precision == MPT_PRECISION_FP32 || d->precision == MPT_PRECISION_FP16_CAST;
+
+    if ((int)d->precision < 0 || d->precision > MPT_PRECISION_BF16) return "precision is unknown";
+    if ((int)d->master_weights < 0 || d->master_weights > MPT_NO ||
+        (int)d->keep_batchnorm_fp32 < 0 || d->keep_batchnorm_fp32 > MPT_NO)
+        return "master_weights and keep_batchnorm_fp32 are MPT_BY_DEFAULT, MPT_YES or MPT_NO";
+    if (fp32_weights && d->master_weights == MPT_YES)
+        return "master_weights: weights are FP32 already; masters belong to FP16 and BF16";
+    if (fp32_weights && d->keep_batchnorm_fp32 == MPT_NO)
+        return "keep_batchnorm_fp32: batch norm is FP32 in FP32 and FP16_CAST";
+    if (d->master_weights == MPT_YES && d->keep_batchnorm_fp32 == MPT_NO)
+        return "keep_batchnorm_fp32: gamma and beta can be 16 bits only without master_weights";
+    return NULL;
+}
+
 static mpt_result mpti_trainer_desc_check(const mpt_trainer_desc *d, int batch_size, mpt_ctx *ctx) {
     mpt_error *err = &ctx->error;
     mpt_result rc = mpti_optimizer_desc_check(&d->optimizer, err);
+    const char *wrong = mpti_precision_conflict(d);
 
     if (rc == MPT_OK) rc = mpti_schedule_desc_check(&d->schedule, d->total_steps, err);
     if (rc == MPT_OK) rc = mpti_loss_scaler_desc_check(&d->loss_scaler, err);
     if (rc) return rc;
-    if ((int)d->precision < 0 || d->precision > MPT_PRECISION_BF16)
-        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_trainer_desc.precision is unknown");
-    if (!(d->label_smoothing >= 0 && d->label_smoothing < 1))
-        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
-                         "mpt_trainer_desc.label_smoothing must be in 0 .. 1");
-    if (d->accumulate_steps < 1 || d->accumulate_steps > 65536)
-        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
-                         "mpt_trainer_desc.accumulate_steps must be in 1 .. 65536");
+    if (!wrong && !(d->label_smoothing >= 0 && d->label_smoothing < 1))
+        wrong = "label_smoothing must be at least 0 and below 1";
+    if (!wrong && (d->accumulate_steps < 1 || d->accumulate_steps > 65536))
+        wrong = "accumulate_steps must be in 1 .. 65536";
+    if (wrong) return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_trainer_desc.%s", wrong);
     if (batch_size < 1 || batch_size > 1 << 20)
         return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "batch_size must be in 1 .. 2^20");
     if (d->slices < 1 || batch_size % d->slices != 0)
@@ -12470,55 +13038,121 @@ static mpt_result mpti_trainer_desc_check(const mpt_trainer_desc *d, int batch_s
     return MPT_OK;
 }
 
-static mpt_dtype mpti_precision_dtype(mpt_precision p) {
-    return p == MPT_PRECISION_FP16 ? MPT_F16 : p == MPT_PRECISION_BF16 ? MPT_BF16 : MPT_F32;
-}
-
 /* ---- the plan -------------------------------------------------------------------------------- */
 static int mpti_trainer_num_rows(const mpt_trainer_desc *d) { /* floor(log2 A) + 1 */
     int64_t microbatches = (int64_t)d->accumulate_steps * d->slices;
     int rows = 1;
 
-    while (microbatches > 1) {
-        microbatches /= 2;
-        rows++;
-    }
+    for (; microbatches > 1; microbatches /= 2) rows++;
     return rows;
 }
 
-/* Sets t->net's layout and t->plan. Allocates the layout's list and, for a moment, flags. */
+/* Each layer's weights, then its bias; gamma, then beta. out NULL: only counts. */
+static int64_t mpti_list_parameters(const mpt_model *m, const mpt_optimizer_desc *desc,
+                                    mpti_parameter *out, int64_t *num_chunks) {
+    int64_t n = 0;
+    int v, part;
+
+    *num_chunks = 0;
+    for (v = 1; v < m->num_nodes; v++) {
+        const mpti_node *node = &m->nodes[v];
+        bool norm = node->kind == MPTI_KIND_BATCHNORM;
+        int64_t counts[2], offset = node->param_offset;
+        counts[0] = norm ? node->c : mpti_node_weights(node);
+        counts[1] = node->num_params - counts[0];
+        for (part = 0; part < 2; offset += counts[part++]) {
+            if (counts[part] == 0) continue;
+            *num_chunks += mpti_parameter_chunks((size_t)counts[part]);
+            if (out)
+                out[n] = mpti_parameter_make(desc, (size_t)offset, (size_t)counts[part],
+                                             norm || part == 1);
+            n++;
+        }
+    }
+    return n;
+}
+
+/* The sizes of the arenas, as the plan has them. */
+static void mpti_plan_arenas(const mpt_memory_plan *p, size_t bytes[MPTI_NUM_ARENAS]) {
+    bytes[MPTI_WEIGHTS] = p->weights;
+    bytes[MPTI_MASTERS] = p->master_weights;
+    bytes[MPTI_GRADIENTS] = p->gradients;
+    bytes[MPTI_MOMENTS] = p->optimizer_state;
+    bytes[MPTI_ACTIVATIONS] = p->activations;
+    bytes[MPTI_WORKSPACE] = p->workspace;
+    bytes[MPTI_STATISTICS] = p->statistics;
+}
+
+static void mpti_plan_sum(mpt_memory_plan *p, const mpt_trainer *t, int64_t num_chunks) {
+    size_t bytes[MPTI_NUM_ARENAS];
+    int i;
+
+    p->bookkeeping = sizeof *t + sizeof(mpti_place) * (size_t)t->model->num_nodes +
+                     sizeof(mpti_parameter) * (size_t)t->num_parameters +
+                     mpti_optimizer_bytes(num_chunks, t->num_parameters);
+    mpti_plan_arenas(p, bytes);
+    p->total = 0;
+    for (i = 0; i < MPTI_NUM_ARENAS; i++) {
+        p->total += bytes[i];
+        if (bytes[i]) p->bookkeeping += sizeof(mpt_arena);
+    }
+    p->total += p->bookkeeping;
+}
+
+/* Sets t's net, layout and plan, from its model, desc and batch size. Allocates nothing: the layout
+   is made in the model's places. */
 static mpt_result mpti_trainer_make_plan(mpt_trainer *t) {
     const mpt_model *m = t->model;
-    const mpt_allocator *a = &t->ctx->desc.allocator;
-    size_t params = (size_t)m->num_params, stats = (size_t)m->num_stats,
-           nodes = (size_t)m->num_nodes;
+    mpt_precision precision = t->desc.precision;
+    size_t floats = mpti_align((size_t)m->num_params * sizeof(float));
+    size_t halves = mpti_align((size_t)m->num_params * sizeof(uint16_t));
+    bool cast = precision == MPT_PRECISION_FP16_CAST, full = precision == MPT_PRECISION_FP32;
     mpt_memory_plan *p = &t->plan;
-    bool *alive;
+    int64_t num_chunks;
+    mpt_result rc;
 
     t->net.model = m;
     t->net.backend = t->ctx->backend;
     t->net.self = t->ctx->backend_self;
-    t->net.dtype = mpti_precision_dtype(t->desc.precision);
+    t->net.operand = full ? MPT_F32 : precision == MPT_PRECISION_BF16 ? MPT_BF16 : MPT_F16;
+    t->net.dtype = full || cast ? MPT_F32 : t->net.operand;
     t->net.capacity = t->batch_size / t->desc.slices;
+    t->net.layout.places = m->places;
+    rc = mpti_net_lay_out(&t->net);
+    if (rc)
+        return MPTI_FAIL(&t->ctx->error, rc, "infer of layer %s refused %d records: %s",
+                         m->nodes[t->net.failed].name, t->net.capacity, mpt_result_string(rc));
     t->num_rows = mpti_trainer_num_rows(&t->desc);
-    t->net.layout.places = (mpti_place *)mpti_calloc(a, nodes, sizeof(mpti_place));
-    alive = (bool *)mpti_calloc(a, nodes, sizeof(bool));
-    if (t->net.layout.places && alive) mpti_net_lay_out(&t->net, alive);
-    mpti_free(a, alive, nodes * sizeof(bool));
-    if (!t->net.layout.places || !alive)
-        return MPTI_FAIL(&t->ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for the memory plan");
+    t->num_parameters = mpti_list_parameters(m, &t->desc.optimizer, NULL, &num_chunks);
     memset(p, 0, sizeof *p);
-    p->weights = mpti_align(params * mpt_dtype_size(t->net.dtype));
-    if (t->net.dtype != MPT_F32) p->master_weights = mpti_align(params * sizeof(float));
-    p->gradients = (size_t)t->num_rows * mpti_align((params + stats) * sizeof(float));
-    p->optimizer_state = (size_t)mpti_optimizer_state_count(t->desc.optimizer.kind) *
-                         mpti_align(params * sizeof(float));
+    p->weights = full || cast ? floats : halves;
+    if (t->desc.master_weights == MPT_YES) p->master_weights = floats;
+    else if (!full && !cast) p->weights += floats; /* widened, for what reads FP32 */
+    p->gradients = (size_t)t->num_rows *
+                   mpti_align((size_t)(m->num_params + m->num_stats) * sizeof(float));
+    p->optimizer_state =
+        (size_t)mpti_optimizer_state_count(t->desc.optimizer.kind) * floats;
     p->activations = t->net.layout.activation_bytes;
-    p->workspace = t->net.layout.workspace_bytes;
-    p->statistics = 2 * mpti_align(stats * sizeof(float));
-    p->total = p->weights + p->master_weights + p->gradients + p->optimizer_state + p->activations +
-               p->workspace + p->statistics;
+    p->workspace = t->net.layout.operator_bytes + t->net.layout.cast_bytes + (cast ? halves : 0);
+    p->statistics = 2 * mpti_align((size_t)m->num_stats * sizeof(float));
+    mpti_plan_sum(p, t, num_chunks);
     return MPT_OK;
+}
+
+/* t: on the stack or fresh, all zero. */
+static mpt_result mpti_trainer_prepare(mpt_trainer *t, mpt_model *m, const mpt_trainer_desc *desc,
+                                       int batch_size) {
+    mpt_result rc;
+
+    t->ctx = m->ctx;
+    t->model = m;
+    t->desc = mpt_trainer_desc_defaults(desc);
+    t->batch_size = batch_size;
+    if (m->logits < 0)
+        return MPTI_FAIL(&m->ctx->error, MPT_ERR_INVALID_STATE,
+                         "the model isn't finished: call mpt_model_finish first");
+    rc = mpti_trainer_desc_check(&t->desc, batch_size, m->ctx);
+    return rc ? rc : mpti_trainer_make_plan(t);
 }
 
 MPT_API mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_desc *desc, int batch_size,
@@ -12528,84 +13162,13 @@ MPT_API mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_desc *desc, in
 
     if (!m || !plan) return MPT_ERR_INVALID_ARGUMENT;
     memset(&t, 0, sizeof t);
-    t.ctx = m->ctx;
-    t.model = m;
-    t.desc = mpt_trainer_desc_defaults(desc);
-    t.batch_size = batch_size;
-    rc = m->logits >= 0 ? mpti_trainer_desc_check(&t.desc, batch_size, m->ctx)
-                        : MPTI_FAIL(&m->ctx->error, MPT_ERR_INVALID_STATE,
-                                    "mpt_model_plan: call mpt_model_finish first");
-    if (rc == MPT_OK) rc = mpti_trainer_make_plan(&t);
-    mpti_free(&m->ctx->desc.allocator, t.net.layout.places,
-              (size_t)m->num_nodes * sizeof(mpti_place));
+    rc = mpti_trainer_prepare(&t, m, desc, batch_size);
     if (rc == MPT_OK) *plan = t.plan;
     return mpti_report(m->ctx, rc);
 }
 
-/* ---- initial weights ------------------------------------------------------------------------- */
-
-/* Two normal numbers from two words (Box and Muller 1958), with our own log, cosine and sine: the
-   same bits on every machine. */
-static void mpti_normal_pair(const uint32_t random[2], float out[2]) {
-    double u = ((double)random[0] + 1) / 4294967296.0, turn = (double)random[1] / 4294967296.0;
-    double radius = sqrt(-2 * mpti_ln(u));
-
-    out[0] = (float)(radius * mpti_cos_turn(turn));
-    out[1] = (float)(radius *
-                     mpti_cos_turn(turn < 0.25 ? turn + 0.75 : turn - 0.25)); /* the sine */
-}
-
-static void mpti_init_normal(float *w, int64_t n, float deviation, uint64_t seed, uint32_t layer) {
-    uint32_t random[4];
-    float pair[4];
-    int64_t i;
-
-    for (i = 0; i < n; i++) {
-        if (i % 4 == 0) {
-            mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
-            mpti_normal_pair(random, pair);
-            mpti_normal_pair(random + 2, pair + 2);
-        }
-        w[i] = deviation * pair[i % 4];
-    }
-}
-
-static void mpti_init_uniform(float *w, int64_t n, float bound, uint64_t seed, uint32_t layer) {
-    uint32_t random[4];
-    int64_t i;
-
-    for (i = 0; i < n; i++) {
-        if (i % 4 == 0) mpti_random4(seed, 0, (uint64_t)(i / 4), layer, MPTI_RANDOM_INIT, random);
-        w[i] = bound * (float)(2 * mpti_uniform(random[i % 4]) - 1);
-    }
-}
-
-static void mpti_trainer_init_weights(mpt_trainer *t) {
-    const mpt_model *m = t->model;
-    int v, c;
-
-    for (v = 1; v < m->num_nodes; v++) {
-        const mpti_node *node = &m->nodes[v];
-        float *w = t->masters + (node->param_offset < 0 ? 0 : node->param_offset);
-        if (node->kind == MPTI_KIND_CONV2D) { /* biases stay 0 */
-            double fan_out = (double)node->c * node->kernel * node->kernel;
-            mpti_init_normal(w, mpti_node_weights(node), (float)sqrt(2.0 / fan_out), t->desc.seed,
-                             (uint32_t)v);
-        } else if (node->kind == MPTI_KIND_DENSE) {
-            double fan_in = (double)mpti_node_elements(&m->nodes[node->in[0]]);
-            mpti_init_uniform(w, node->num_params, (float)(1 / sqrt(fan_in)), t->desc.seed,
-                              (uint32_t)v);
-        } else if (node->kind == MPTI_KIND_BATCHNORM) {
-            for (c = 0; c < node->c; c++) {
-                w[c] = node->zero_init_gamma ? 0 : 1;
-                t->running[node->stat_offset + node->c + c] = 1;
-            }
-        }
-    }
-}
-
-/* After the masters were set from outside: the 16-bit copy follows. */
-static mpt_result mpti_trainer_refresh_half(mpt_trainer *t) {
+/* The 16-bit copy follows the masters. */
+static mpt_result mpti_trainer_narrow(mpt_trainer *t) {
     mpt_cast_args a;
 
     if (!t->half) return MPT_OK;
@@ -12613,138 +13176,154 @@ static mpt_result mpti_trainer_refresh_half(mpt_trainer *t) {
     a.dst = t->half;
     a.count = t->model->num_params;
     a.src_dtype = MPT_F32;
-    a.dst_dtype = t->net.dtype;
+    a.dst_dtype = t->net.operand;
     return t->net.backend->cast(t->net.self, &a);
 }
 
-/* ---- making a trainer ------------------------------------------------------------------------ */
-static int64_t mpti_count_parameters(const mpt_model *m, const mpt_optimizer_desc *desc,
-                                     mpti_parameter *out) {
-    int64_t n = 0;
+/* Without masters the 16-bit weights are the truth, and `masters` only widens them. Gamma and beta
+   are among them unless they are kept in FP32. */
+static mpt_result mpti_trainer_widen(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    mpt_cast_args a;
+    mpt_result rc = MPT_OK;
     int v;
 
-    for (v = 1; v < m->num_nodes; v++) {
+    if (t->net.dtype == MPT_F32 || t->desc.master_weights == MPT_YES) return MPT_OK;
+    a.src_dtype = t->net.operand;
+    a.dst_dtype = MPT_F32;
+    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
         const mpti_node *node = &m->nodes[v];
-        bool norm = node->kind == MPTI_KIND_BATCHNORM;
-        int64_t weights = norm ? node->c : mpti_node_weights(node),
-                rest = node->num_params - weights;
-        if (node->num_params == 0) continue;
-        if (out)
-            out[n] = mpti_parameter_make(desc, (size_t)node->param_offset, (size_t)weights, norm);
-        n++;
-        if (rest == 0) continue;
-        if (out)
-            out[n] = mpti_parameter_make(desc, (size_t)(node->param_offset + weights), (size_t)rest,
-                                         true);
-        n++;
+        bool kept = node->kind == MPTI_KIND_BATCHNORM && t->desc.keep_batchnorm_fp32 == MPT_YES;
+        if (node->num_params == 0 || kept) continue;
+        a.src = t->half + node->param_offset;
+        a.dst = t->masters + node->param_offset;
+        a.count = node->num_params;
+        rc = t->net.backend->cast(t->net.self, &a);
     }
-    return n;
+    return rc;
 }
 
-static void *mpti_trainer_alloc(mpt_trainer *t, size_t bytes, bool *ok) {
-    void *p = bytes ? mpti_alloc_aligned(&t->ctx->desc.allocator, bytes, MPTI_ALIGNMENT) : NULL;
-
-    if (p) memset(p, 0, bytes);
-    if (bytes && !p) *ok = false;
-    return p;
+/* After weights were set from outside. */
+static mpt_result mpti_trainer_weights_changed(mpt_trainer *t) {
+    mpt_result rc = mpti_trainer_narrow(t);
+    return rc ? rc : mpti_trainer_widen(t);
 }
 
-static mpt_result mpti_trainer_allocate(mpt_trainer *t) {
-    const mpt_model *m = t->model;
-    const mpt_allocator *a = &t->ctx->desc.allocator;
-    size_t floats = mpti_align((size_t)m->num_params * sizeof(float)),
-           stats = t->plan.statistics / 2;
-    size_t row = t->plan.gradients / (size_t)t->num_rows;
+/* ---- making a trainer ------------------------------------------------------------------------ */
+static mpt_result mpti_trainer_open_arenas(mpt_trainer *t) {
+    static const char *const purposes[MPTI_NUM_ARENAS] = {
+        "weights",     "master weights", "gradients",          "optimizer state",
+        "activations", "workspace",      "batch norm's statistics"};
+    size_t bytes[MPTI_NUM_ARENAS];
+    mpt_arena_desc d;
+    mpt_result rc = MPT_OK;
+    int i;
+
+    mpti_plan_arenas(&t->plan, bytes);
+    memset(&d, 0, sizeof d);
+    for (i = 0; i < MPTI_NUM_ARENAS && rc == MPT_OK; i++) {
+        if (bytes[i] == 0) continue;
+        d.capacity_bytes = bytes[i];
+        d.purpose = purposes[i];
+        rc = mpt_arena_create(t->ctx, &d, &t->arenas[i]);
+    }
+    if (rc != MPT_ERR_OUT_OF_MEMORY) return rc;
+    return MPTI_FAIL(&t->ctx->error, rc,
+                     "no memory for %s (%.1f MB of %.1f MB that training takes): lower the batch "
+                     "size, or raise slices",
+                     purposes[i - 1], (double)bytes[i - 1] / 1e6, (double)t->plan.total / 1e6);
+}
+
+static float *mpti_trainer_floats(mpt_trainer *t, int arena, int64_t count) { /* NULL for none */
+    return count ? (float *)mpti_arena_take(t->arenas[arena], (size_t)count * sizeof(float)) : NULL;
+}
+
+/* Hands out the arenas, which are exactly as large as that. */
+static void mpti_trainer_place(mpt_trainer *t) {
+    int64_t params = t->model->num_params, stats = t->model->num_stats;
+    bool masters = t->desc.master_weights == MPT_YES;
     int states = mpti_optimizer_state_count(t->desc.optimizer.kind), i;
-    bool ok = true;
 
-    t->masters = (float *)mpti_trainer_alloc(t, floats, &ok);
-    if (t->net.dtype != MPT_F32) t->half = (uint16_t *)mpti_trainer_alloc(t, t->plan.weights, &ok);
-    if (states > 0) t->first = (float *)mpti_trainer_alloc(t, floats, &ok);
-    if (states > 1) t->second = (float *)mpti_trainer_alloc(t, floats, &ok);
-    t->running = (float *)mpti_trainer_alloc(t, stats, &ok);
-    t->batch = (float *)mpti_trainer_alloc(t, stats, &ok);
-    for (i = 0; i < t->num_rows; i++) t->rows[i] = (float *)mpti_trainer_alloc(t, row, &ok);
-    t->net.activations = (uint8_t *)mpti_trainer_alloc(t, t->plan.activations, &ok);
-    t->net.workspace = (uint8_t *)mpti_trainer_alloc(t, t->plan.workspace, &ok);
-    t->net.written = (bool *)mpti_calloc(a, (size_t)m->num_nodes, sizeof(bool));
-    t->num_parameters = mpti_count_parameters(m, &t->desc.optimizer, NULL);
-    t->parameters = (mpti_parameter *)mpti_calloc(a, (size_t)t->num_parameters,
-                                                  sizeof *t->parameters);
-    if (!ok || !t->net.written || !t->parameters)
-        return MPTI_FAIL(
-            &t->ctx->error, MPT_ERR_OUT_OF_MEMORY,
-            "no memory for training: the plan is %.1f MB: lower the batch size, or raise slices",
-            (double)t->plan.total / 1e6);
-    mpti_count_parameters(m, &t->desc.optimizer, t->parameters);
+    t->masters = mpti_trainer_floats(t, masters ? MPTI_MASTERS : MPTI_WEIGHTS, params);
+    t->net.activations =
+        (uint8_t *)mpti_arena_take(t->arenas[MPTI_ACTIVATIONS], t->plan.activations);
+    t->net.workspace = (uint8_t *)mpti_arena_take(
+        t->arenas[MPTI_WORKSPACE], t->net.layout.operator_bytes + t->net.layout.cast_bytes);
+    if (t->net.operand != MPT_F32) /* of FP16_CAST it is a cast that is kept between steps */
+        t->half = (uint16_t *)mpti_arena_take(
+            t->arenas[t->net.dtype == MPT_F32 ? MPTI_WORKSPACE : MPTI_WEIGHTS],
+            (size_t)params * sizeof *t->half);
+    if (states > 0) t->first = mpti_trainer_floats(t, MPTI_MOMENTS, params);
+    if (states > 1) t->second = mpti_trainer_floats(t, MPTI_MOMENTS, params);
+    t->running = mpti_trainer_floats(t, MPTI_STATISTICS, stats);
+    t->batch = mpti_trainer_floats(t, MPTI_STATISTICS, stats);
+    for (i = 0; i < t->num_rows; i++)
+        t->rows[i] = mpti_trainer_floats(t, MPTI_GRADIENTS, params + stats);
+    t->net.masters = t->masters;
+    t->net.weights = t->half ? (const void *)t->half : (const void *)t->masters;
+    t->net.running = t->running;
+    t->net.batch = t->batch;
+    t->net.gradients = t->rows[0];
+    t->net.seed = t->desc.seed;
+    t->net.label_smoothing = t->desc.label_smoothing;
+}
+
+/* The lists that steps go by. */
+static mpt_result mpti_trainer_make_lists(mpt_trainer *t) {
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    const mpti_place *laid_out = t->model->places;
+    int64_t num_chunks;
+
+    t->net.layout.places =
+        (mpti_place *)mpti_calloc(a, (size_t)t->model->num_nodes, sizeof(mpti_place));
+    t->parameters =
+        (mpti_parameter *)mpti_calloc(a, (size_t)t->num_parameters, sizeof *t->parameters);
+    if (!t->net.layout.places || !t->parameters)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a trainer");
+    memcpy(t->net.layout.places, laid_out, sizeof(mpti_place) * (size_t)t->model->num_nodes);
+    mpti_list_parameters(t->model, &t->desc.optimizer, t->parameters, &num_chunks);
     return mpti_optimizer_open(&t->optimizer, t->ctx, &t->desc.optimizer, t->parameters,
                                t->num_parameters);
 }
 
 MPT_API void mpt_trainer_destroy(mpt_trainer *t) {
     const mpt_allocator *a;
-    size_t floats, stats;
     int i;
 
     if (!t) return;
     a = &t->ctx->desc.allocator;
-    floats = mpti_align((size_t)t->model->num_params * sizeof(float));
-    stats = t->plan.statistics / 2;
     mpti_optimizer_close(&t->optimizer);
     mpti_free(a, t->parameters, sizeof *t->parameters * (size_t)t->num_parameters);
-    mpti_free(a, t->net.written, (size_t)t->model->num_nodes * sizeof(bool));
-    mpti_free(a, t->net.workspace, t->plan.workspace);
-    mpti_free(a, t->net.activations, t->plan.activations);
-    for (i = 0; i < t->num_rows; i++)
-        mpti_free(a, t->rows[i], t->plan.gradients / (size_t)t->num_rows);
-    mpti_free(a, t->batch, stats);
-    mpti_free(a, t->running, stats);
-    mpti_free(a, t->second, floats);
-    mpti_free(a, t->first, floats);
-    mpti_free(a, t->half, t->plan.weights);
-    mpti_free(a, t->masters, floats);
-    mpti_free(a, t->net.layout.places, (size_t)t->model->num_nodes * sizeof(mpti_place));
+    if (t->net.layout.places != t->model->places)
+        mpti_free(a, t->net.layout.places, sizeof(mpti_place) * (size_t)t->model->num_nodes);
+    for (i = 0; i < MPTI_NUM_ARENAS; i++) mpt_arena_destroy(t->arenas[i]);
     mpti_free(a, t, sizeof *t);
 }
 
 MPT_API mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc, int batch_size,
                                       mpt_trainer **out) {
     mpt_trainer *t;
-    mpt_ctx *ctx;
     mpt_result rc;
 
     if (!m || !out) return MPT_ERR_INVALID_ARGUMENT;
     *out = NULL;
-    ctx = m->ctx;
-    if (m->logits < 0)
-        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_STATE,
-                                          "mpt_trainer_create: call mpt_model_finish first"));
-    t = (mpt_trainer *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *t);
+    t = (mpt_trainer *)mpti_calloc(&m->ctx->desc.allocator, 1, sizeof *t);
     if (!t)
-        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                          "no memory for a trainer"));
-    t->ctx = ctx;
-    t->model = m;
-    t->desc = mpt_trainer_desc_defaults(desc);
-    t->batch_size = batch_size;
-    rc = mpti_trainer_desc_check(&t->desc, batch_size, ctx);
-    if (rc == MPT_OK) rc = mpti_trainer_make_plan(t);
-    if (rc == MPT_OK) rc = mpti_trainer_allocate(t);
+        return mpti_report(m->ctx, MPTI_FAIL(&m->ctx->error, MPT_ERR_OUT_OF_MEMORY,
+                                             "no memory for a trainer"));
+    rc = mpti_trainer_prepare(t, m, desc, batch_size);
+    if (rc == MPT_OK) rc = mpti_trainer_open_arenas(t);
+    if (rc == MPT_OK) rc = mpti_trainer_make_lists(t);
     if (rc == MPT_OK) {
-        mpti_trainer_init_weights(t);
-        rc = mpti_trainer_refresh_half(t);
+        mpti_trainer_place(t);
+        rc = mpti_model_init(m, t->desc.seed, t->masters, t->running);
     }
+    if (rc == MPT_OK) rc = mpti_trainer_weights_changed(t);
     if (rc) {
         mpt_trainer_destroy(t);
-        return mpti_report(ctx, rc);
+        return mpti_report(m->ctx, rc);
     }
     mpt_loss_scaler_init(&t->scaler, &t->desc.loss_scaler);
-    t->net.masters = t->masters;
-    t->net.weights = t->half ? (const void *)t->half : (const void *)t->masters;
-    t->net.running = t->running;
-    t->net.batch = t->batch;
-    t->net.seed = t->desc.seed;
-    t->net.label_smoothing = t->desc.label_smoothing;
     t->seconds = mpti_seconds();
     *out = t;
     return MPT_OK;
@@ -12770,11 +13349,11 @@ enum { MPTI_SUM_CHUNK = 1 << 16 };
 
 static mpt_result mpti_sum_chunk(int64_t chunk, void *user) {
     const mpti_sum_job *job = (const mpti_sum_job *)user;
-    int64_t i = chunk * MPTI_SUM_CHUNK,
-            end = i + MPTI_SUM_CHUNK < job->count ? i + MPTI_SUM_CHUNK : job->count;
+    int64_t i = chunk * MPTI_SUM_CHUNK, end = i + MPTI_SUM_CHUNK;
     float *into = job->into;
     const float *from = job->from;
 
+    if (end > job->count) end = job->count;
     for (; i < end; i++) into[i] += from[i];
     return MPT_OK;
 }
@@ -12792,34 +13371,50 @@ static mpt_result mpti_trainer_merge(mpt_trainer *t) {
                             mpti_sum_chunk, &job);
 }
 
-/* Statistics are weighted by their records, so that sums of rows are means over all of them. */
-static void mpti_weigh_statistics(float *statistics, int64_t n, int num_valid) {
-    int64_t i;
+static void mpti_trainer_begin_step(mpt_trainer *t) {
+    t->depth = 0;
+    t->microbatches = 0;
+    memset(&t->totals, 0, sizeof t->totals);
+}
 
-    for (i = 0; i < n; i++) statistics[i] = num_valid ? statistics[i] * (float)num_valid : 0;
+static mpt_result mpti_trainer_step_failed(const mpt_trainer *t, mpt_result rc) {
+    return MPTI_FAIL(&t->ctx->error, rc, "layer %s failed on the %s backend: %s",
+                     t->model->nodes[t->net.failed].name, t->net.backend->name,
+                     mpt_result_string(rc));
+}
+
+static void mpti_totals_add(mpti_totals *totals, const mpt_softmax_stats *stats, int64_t records) {
+    totals->loss += stats->loss;
+    totals->num_samples += records;
+    totals->num_correct += stats->num_correct;
+    totals->num_correct_top5 += stats->num_correct_top5;
+}
+
+/* Sets what a training pass of microbatch number `index` of a step needs. The scale divides by a
+   count that every microbatch knows, the records that would fit; mpt_trainer_apply corrects it. */
+static void mpti_trainer_begin_pass(mpt_trainer *t, int64_t step, int64_t index, float scale) {
+    t->net.gradients = t->rows[t->depth];
+    t->net.training = true;
+    t->net.step = step;
+    t->net.first_id = (uint64_t)index * (uint64_t)t->net.capacity;
+    t->net.grad_scale = scale / (float)((int64_t)t->batch_size * t->desc.accumulate_steps);
+    memset(&t->net.stats, 0, sizeof t->net.stats);
 }
 
 static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mpt_dtype dtype) {
-    mpti_net *net = &t->net;
-    int64_t params = t->model->num_params;
+    float *statistics = t->rows[t->depth] + t->model->num_params;
     mpt_result rc;
+    int64_t i;
 
-    net->gradients = t->rows[t->depth];
-    net->training = true;
-    net->step = t->step;
-    net->grad_scale = t->scaler.scale / (float)((int64_t)t->batch_size * t->desc.accumulate_steps);
-    memset(&net->stats, 0, sizeof net->stats);
-    rc = mpti_net_forward(net, images, dtype);
-    if (rc == MPT_OK) rc = mpti_net_loss(net);
-    if (rc == MPT_OK) rc = mpti_net_backward(net);
-    if (rc)
-        return MPTI_FAIL(&t->ctx->error, rc, "an operator of the %s backend failed: %s",
-                         net->backend->name, mpt_result_string(rc));
-    mpti_weigh_statistics(net->gradients + params, t->model->num_stats, net->num_valid);
-    t->totals.loss += net->stats.loss;
-    t->totals.num_samples += net->num_valid;
-    t->totals.num_correct += net->stats.num_correct;
-    t->totals.num_correct_top5 += net->stats.num_correct_top5;
+    mpti_trainer_begin_pass(t, t->step, t->microbatches, t->scaler.scale);
+    rc = mpti_net_forward(&t->net, images, dtype);
+    if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
+    if (rc == MPT_OK) rc = mpti_net_backward(&t->net);
+    if (rc) return mpti_trainer_step_failed(t, rc);
+    /* weighted by records, so that sums of rows are means over all of them; of none they are NaN */
+    for (i = 0; i < t->model->num_stats; i++)
+        statistics[i] = t->net.num_valid ? statistics[i] * (float)t->net.num_valid : 0;
+    mpti_totals_add(&t->totals, &t->net.stats, t->net.num_valid);
     t->weight[t->depth++] = 1;
     t->microbatches++;
     while (rc == MPT_OK && t->depth > 1 && t->weight[t->depth - 1] == t->weight[t->depth - 2])
@@ -12827,139 +13422,141 @@ static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mp
     return rc;
 }
 
-/* Does the batch fit the model and the trainer? */
-static mpt_result mpti_trainer_check_batch(const mpt_trainer *t, const mpt_batch *b,
-                                           int64_t *capacity) {
-    const mpti_node *input = &t->model->nodes[MPT_INPUT];
-    const mpt_tensor *x = &b->images;
-    mpt_error *err = &t->ctx->error;
-    int64_t lanes = b->num_lanes > 0 ? b->num_lanes : 1;
-
-    if (!x->data || !b->labels.data || x->num_dims != 4 || x->dims[0] < 1 ||
-        x->dims[0] % lanes != 0 || b->labels.dims[0] != x->dims[0] || b->labels.dtype != MPT_I32 ||
-        (x->dtype != MPT_U8 && x->dtype != MPT_F32 && x->dtype != MPT_F16))
-        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
-                         "mpt_batch: images must be (N,H,W,C) of U8, F32 or F16, labels (N) of "
-                         "I32, N a multiple of num_lanes");
-    if (x->dims[1] != input->h || x->dims[2] != input->w || x->dims[3] != input->c)
-        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
-                         "the batch has pictures of (%lld,%lld,%lld), the model takes (%d,%d,%d)",
-                         (long long)x->dims[1], (long long)x->dims[2], (long long)x->dims[3],
-                         input->h, input->w, input->c);
-    *capacity = x->dims[0] / lanes;
-    return MPT_OK;
-}
-
-/* A label that the loss can't take. Found before anything is computed, on every backend. */
-static mpt_result mpti_trainer_check_labels(const mpt_trainer *t, const int32_t *labels,
-                                            int64_t n) {
-    int classes = t->model->nodes[t->model->logits].c;
-    int64_t i;
-
-    for (i = 0; i < n; i++)
-        if (labels[i] < 0 || labels[i] >= classes)
-            return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                             "label %d of record %lld in its lane is outside 0 .. %d",
-                             (int)labels[i], (long long)i, classes - 1);
-    return MPT_OK;
-}
-
-/* Points the net at records first .. first+n-1 of a lane; n of them count. */
-static const void *mpti_trainer_point(mpt_trainer *t, const mpt_batch *b, int64_t slot, int64_t n) {
-    size_t picture = (size_t)mpti_node_elements(&t->model->nodes[MPT_INPUT]) *
-                     mpt_dtype_size(b->images.dtype);
-
-    t->net.num_valid = (int)n;
-    t->net.labels = (const int32_t *)b->labels.data + slot;
-    t->net.sample_ids = b->sample_ids ? b->sample_ids + slot : NULL;
-    return (const uint8_t *)b->images.data + picture * (size_t)slot;
+/* ---- batches --------------------------------------------------------------------------------- */
+static int64_t mpti_lane_count(const mpt_batch *b) {
+    return b->num_lanes > 0 ? b->num_lanes : 1;
 }
 
 static int64_t mpti_lane_valid(const mpt_batch *b, int64_t lane, int64_t capacity) {
     return b->lane_valid ? b->lane_valid[lane] : capacity;
 }
 
+/* Does the batch fit the model? *capacity: slots of a lane. */
+static mpt_result mpti_trainer_check_batch(const mpt_trainer *t, const mpt_batch *b,
+                                           int64_t *capacity) {
+    const mpti_node *input = &t->model->nodes[MPT_INPUT];
+    const mpt_tensor *x = &b->images;
+    mpt_error *err = &t->ctx->error;
+    int64_t lanes = mpti_lane_count(b), lane;
+
+    if (!x->data || x->num_dims != 4 || x->dims[0] < 1 || x->dims[0] % lanes != 0 ||
+        (x->dtype != MPT_U8 && x->dtype != MPT_F32 && x->dtype != MPT_F16))
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_batch: images must be (N,H,W,C) of U8, F32 or F16, N a multiple of "
+                         "num_lanes");
+    if (x->dims[1] != input->h || x->dims[2] != input->w || x->dims[3] != input->c)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "the batch has pictures of (%lld,%lld,%lld), the model takes (%d,%d,%d)",
+                         (long long)x->dims[1], (long long)x->dims[2], (long long)x->dims[3],
+                         input->h, input->w, input->c);
+    *capacity = x->dims[0] / lanes;
+    for (lane = 0; b->lane_valid && lane < lanes; lane++)
+        if (b->lane_valid[lane] < 0 || b->lane_valid[lane] > *capacity)
+            return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                             "mpt_batch.lane_valid[%lld] must be in 0 .. %lld", (long long)lane,
+                             (long long)*capacity);
+    return MPT_OK;
+}
+
+/* A label that the loss can't take. Found before anything is computed, on every backend. */
+static mpt_result mpti_trainer_check_labels(const mpt_trainer *t, const mpt_batch *b,
+                                            int64_t capacity) {
+    const int32_t *labels = (const int32_t *)b->labels.data;
+    int classes = t->model->nodes[t->model->logits].c;
+    int64_t lane, i;
+
+    if (!labels || b->labels.num_dims != 1 || b->labels.dims[0] != b->images.dims[0] ||
+        b->labels.dtype != MPT_I32)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_batch: labels must be (N) of I32, with images' N");
+    for (lane = 0; lane < mpti_lane_count(b); lane++)
+        for (i = 0; i < mpti_lane_valid(b, lane, capacity); i++)
+            if (labels[lane * capacity + i] < 0 || labels[lane * capacity + i] >= classes)
+                return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                                 "label %d of record %lld in lane %lld is outside 0 .. %d",
+                                 (int)labels[lane * capacity + i], (long long)i, (long long)lane,
+                                 classes - 1);
+    return MPT_OK;
+}
+
+/* Is this a batch to train on now? */
+static mpt_result mpti_trainer_check_training(const mpt_trainer *t, const mpt_batch *b,
+                                              int64_t *capacity) {
+    mpt_result rc = mpti_trainer_check_batch(t, b, capacity);
+    int64_t room = (int64_t)t->desc.accumulate_steps * t->desc.slices - t->microbatches;
+
+    if (rc) return rc;
+    if (*capacity != t->batch_size)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
+                         "the batch has %lld records a lane, the trainer was made for %d",
+                         (long long)*capacity, t->batch_size);
+    if (mpti_lane_count(b) * t->desc.slices > room)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
+                         "more than accumulate_steps = %d lanes before mpt_trainer_apply",
+                         t->desc.accumulate_steps);
+    return mpti_trainer_check_labels(t, b, *capacity);
+}
+
+/* Points the net at n records from slot on. Returns their pictures. */
+static const void *mpti_trainer_point(mpt_trainer *t, const mpt_batch *b, int64_t slot, int64_t n) {
+    size_t picture = (size_t)mpti_node_elements(&t->model->nodes[MPT_INPUT]) *
+                     mpt_dtype_size(b->images.dtype);
+
+    t->net.num_valid = (int)n;
+    t->net.labels = b->labels.data ? (const int32_t *)b->labels.data + slot : NULL;
+    t->net.sample_ids = b->sample_ids ? b->sample_ids + slot : NULL;
+    return (const uint8_t *)b->images.data + picture * (size_t)slot;
+}
+
+/* The same for microbatch number i of a batch: a slice of a lane. */
+static const void *mpti_trainer_slice(mpt_trainer *t, const mpt_batch *b, int64_t i) {
+    int64_t lane = i / t->desc.slices, first = i % t->desc.slices * t->net.capacity;
+    int64_t n = mpti_lane_valid(b, lane, t->batch_size) - first;
+
+    n = n < 0 ? 0 : n < t->net.capacity ? n : t->net.capacity;
+    return mpti_trainer_point(t, b, lane * t->batch_size + first, n);
+}
+
 MPT_API mpt_result mpt_trainer_accumulate(mpt_trainer *t, const mpt_batch *batch) {
-    int64_t lanes, lane, slice, capacity, piece;
+    int64_t capacity, i;
     mpt_result rc;
 
     if (!t || !batch) return MPT_ERR_INVALID_ARGUMENT;
-    lanes = batch->num_lanes > 0 ? batch->num_lanes : 1;
-    piece = t->net.capacity;
-    rc = mpti_trainer_check_batch(t, batch, &capacity);
-    if (rc == MPT_OK && capacity != t->batch_size)
-        rc = MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                       "the batch has %lld records a lane, the trainer was made for %d",
-                       (long long)capacity, t->batch_size);
-    if (rc == MPT_OK && t->microbatches + lanes * t->desc.slices >
-                            (int64_t)t->desc.accumulate_steps * t->desc.slices)
-        rc = MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
-                       "more than accumulate_steps = %d lanes before mpt_trainer_apply",
-                       t->desc.accumulate_steps);
-    for (lane = 0; lane < lanes && rc == MPT_OK; lane++)
-        rc = mpti_trainer_check_labels(t, (const int32_t *)batch->labels.data + lane * capacity,
-                                       mpti_lane_valid(batch, lane, capacity));
-    for (lane = 0; lane < lanes && rc == MPT_OK; lane++)
-        for (slice = 0; slice < t->desc.slices && rc == MPT_OK; slice++) {
-            int64_t left = mpti_lane_valid(batch, lane, capacity) - slice * piece;
-            int64_t n = left < 0 ? 0 : left < piece ? left : piece;
-            rc = mpti_trainer_microbatch(t,
-                                         mpti_trainer_point(t, batch,
-                                                            lane * capacity + slice * piece, n),
-                                         batch->images.dtype);
-        }
+    rc = mpti_trainer_check_training(t, batch, &capacity);
+    for (i = 0; i < mpti_lane_count(batch) * t->desc.slices && rc == MPT_OK; i++)
+        rc = mpti_trainer_microbatch(t, mpti_trainer_slice(t, batch, i), batch->images.dtype);
+    if (rc && i > 0) mpti_trainer_begin_step(t); /* half a batch is worth nothing */
     return mpti_report(t->ctx, rc);
 }
 
-static mpti_params mpti_trainer_params(mpt_trainer *t, const float *row) {
-    mpti_params p;
-
-    p.weights = t->masters;
-    p.gradients = row;
-    p.first = t->first;
-    p.second = t->second;
-    p.half = t->half;
-    p.half_dtype = t->net.dtype;
-    return p;
-}
-
 /* ---- the step -------------------------------------------------------------------------------- */
+typedef struct mpti_update { /* what the lines of mpt_trainer_apply tell each other */
+    float scale;   /* of the backward pass whose gradients these are */
+    float unscale; /* turns a stored gradient into the mean over the records that were there */
+    float norm;    /* of the unscaled gradient; 0 if it is not finite */
+    float clip, rate;
+    bool nonfinite;
+    int skip;
+    mpti_params params;
+} mpti_update;
 
-/* The momentum update of running statistics, from the row with sums of n * mean and n * var. */
-static void mpti_trainer_update_statistics(mpt_trainer *t, const float *row) {
-    const mpt_model *m = t->model;
-    float total = (float)t->totals.num_samples;
-    int v, i;
+static mpt_result mpti_trainer_begin_update(mpt_trainer *t, mpti_update *u) {
+    double fitting = (double)t->batch_size * t->desc.accumulate_steps;
 
-    for (v = 1; v < m->num_nodes; v++) {
-        const mpti_node *node = &m->nodes[v];
-        float *running = t->running + node->stat_offset;
-        const float *sum = row + m->num_params + node->stat_offset;
-        if (node->kind != MPTI_KIND_BATCHNORM) continue;
-        for (i = 0; i < 2 * node->c; i++)
-            running[i] += node->momentum * (sum[i] / total - running[i]);
-    }
-}
-
-/* Which tensor held the first inf or NaN: for the message that ends a run. */
-static void mpti_trainer_name_bad_tensor(const mpt_trainer *t, const float *row, char *out,
-                                         size_t capacity) {
-    const mpt_model *m = t->model;
-    int64_t i;
-    int v;
-
-    for (i = 0; i < m->num_params; i++)
-        if ((mpti_f32_bits(row[i]) & 0x7f800000u) == 0x7f800000u) break;
-    for (v = 1; v < m->num_nodes; v++) {
-        const mpti_node *node = &m->nodes[v];
-        if (node->num_params == 0 || i < node->param_offset ||
-            i >= node->param_offset + node->num_params)
-            continue;
-        snprintf(out, capacity, "gradient of %s, element %lld", node->name,
-                 (long long)(i - node->param_offset));
-        return;
-    }
-    snprintf(out, capacity, "none in the gradients");
+    if (t->totals.num_samples == 0)
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
+                         "mpt_trainer_apply: no record was accumulated");
+    memset(u, 0, sizeof *u);
+    u->scale = t->scaler.scale;
+    u->unscale = (float)(fitting / ((double)u->scale * (double)t->totals.num_samples));
+    u->params.weights = t->masters;
+    u->params.gradients = t->rows[0];
+    u->params.first = t->first;
+    u->params.second = t->second;
+    u->params.half = t->half;
+    u->params.half_dtype = t->net.operand;
+    t->step++;
+    return MPT_OK;
 }
 
 static mpt_result mpti_trainer_reduce(mpt_trainer *t) {
@@ -12969,74 +13566,112 @@ static mpt_result mpti_trainer_reduce(mpt_trainer *t) {
     return rc;
 }
 
-static void mpti_trainer_begin_step(mpt_trainer *t) {
-    t->depth = 0;
-    t->microbatches = 0;
-    memset(&t->totals, 0, sizeof t->totals);
+/* The momentum update of running statistics, from the row with sums of n * mean and n * var. */
+static void mpti_trainer_update_statistics(mpt_trainer *t, const mpti_update *u) {
+    const mpt_model *m = t->model;
+    float total = (float)t->totals.num_samples;
+    int v, i;
+
+    for (v = 1; v < m->num_nodes && !u->skip; v++) {
+        const mpti_node *node = &m->nodes[v];
+        float *running;
+        const float *sum;
+        if (node->kind != MPTI_KIND_BATCHNORM) continue;
+        running = t->running + node->stat_offset;
+        sum = t->rows[0] + m->num_params + node->stat_offset;
+        for (i = 0; i < 2 * node->c; i++)
+            running[i] += node->momentum * (sum[i] / total - running[i]);
+    }
 }
 
-static void mpti_trainer_fill_report(mpt_trainer *t, float scale, float norm, float rate,
-                                     int skipped, mpt_step_report *out) {
-    double now = mpti_seconds();
+/* Names the first inf or NaN in the summed gradients, for the message that ends a run. */
+static mpt_result mpti_trainer_stuck(const mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    const char *name = "none";
+    int64_t i = 0, element = 0;
+    int v;
 
-    memset(out, 0, sizeof *out);
-    out->loss = t->totals.loss / (double)t->totals.num_samples;
-    out->seconds = now - t->seconds;
-    out->step = t->step;
-    out->applied_steps = t->optimizer.applied_steps;
-    out->num_samples = t->totals.num_samples;
-    out->num_correct = t->totals.num_correct;
-    out->num_correct_top5 = t->totals.num_correct_top5;
-    out->loss_scale = scale;
-    out->learning_rate = rate;
-    out->grad_norm = norm;
-    out->skipped = skipped;
-    t->seconds = now;
-}
-
-static mpt_result mpti_trainer_stuck(mpt_trainer *t, const float *row) {
-    char name[160];
-
-    mpti_trainer_name_bad_tensor(t, row, name, sizeof name);
+    while (i < m->num_params && mpti_is_finite(t->rows[0][i])) i++;
+    for (v = 1; v < m->num_nodes; v++) {
+        const mpti_node *node = &m->nodes[v];
+        if (node->num_params == 0 || i < node->param_offset ||
+            i >= node->param_offset + node->num_params)
+            continue;
+        name = node->name;
+        element = i - node->param_offset;
+    }
     return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
                      "%d steps in a row were skipped at the smallest loss scale %g; first bad "
-                     "tensor: %s. Lower the learning "
-                     "rate, or loss_scaler.min_scale",
-                     t->scaler.skips_at_min, (double)t->scaler.scale, name);
+                     "tensor: gradient of %s, element %lld. Lower the learning rate or "
+                     "loss_scaler.min_scale; mpt_trainer_autopsy tells where it begins",
+                     t->scaler.skips_at_min, (double)t->scaler.scale, name, (long long)element);
 }
 
-MPT_API mpt_result mpt_trainer_apply(mpt_trainer *t, mpt_step_report *out) {
-    mpti_params params;
-    float scale, unscale, norm = 0, clip, rate = 0;
-    bool nonfinite = false;
+/* Statistics count too: a batch whose variance is inf has finite gradients, and would leave an inf
+   in the running variance for ever. */
+static mpt_result mpti_trainer_check_gradients(mpt_trainer *t, mpti_update *u) {
+    const float *statistics = t->rows[0] + t->model->num_params;
+    int64_t i;
+    mpt_result rc =
+        mpti_gradients_check(&t->optimizer, &u->params, u->unscale, &u->nonfinite, &u->norm);
+
+    for (i = 0; i < t->model->num_stats && rc == MPT_OK; i++)
+        if (!mpti_is_finite(statistics[i])) u->nonfinite = true;
+    if (u->nonfinite) u->norm = 0;
+    return rc;
+}
+
+static void mpti_trainer_rate(const mpt_trainer *t, mpti_update *u) {
+    u->clip = mpti_clip_factor(u->norm, t->desc.optimizer.max_grad_norm);
+    u->rate = mpt_schedule_rate(&t->desc.schedule, t->desc.optimizer.learning_rate,
+                                t->optimizer.applied_steps, t->desc.total_steps);
+}
+
+static mpt_result mpti_trainer_update_weights(mpt_trainer *t, const mpti_update *u) {
     mpt_result rc;
-    int skip;
+
+    if (u->skip) return MPT_OK;
+    rc = mpti_optimizer_update(&t->optimizer, &u->params, u->unscale, u->clip, u->rate);
+    return rc ? rc : mpti_trainer_widen(t);
+}
+
+static void mpti_trainer_report(mpt_trainer *t, const mpti_update *u, mpt_step_report *r) {
+    double now = mpti_seconds();
+
+    r->loss = t->totals.loss / (double)t->totals.num_samples;
+    r->seconds = now - t->seconds;
+    r->step = t->step;
+    r->applied_steps = t->optimizer.applied_steps;
+    r->num_samples = t->totals.num_samples;
+    r->num_correct = t->totals.num_correct;
+    r->num_correct_top5 = t->totals.num_correct_top5;
+    r->loss_scale = u->scale;
+    r->learning_rate = u->skip ? 0 : u->rate;
+    r->grad_norm = u->norm;
+    r->skipped = u->skip;
+    t->last = *r;
+    t->seconds = now;
+    mpti_trainer_begin_step(t);
+}
+
+/* One optimizer step in nine lines. The order is the point of them: gradients of all lanes first
+   meet, then one look at the sum decides for all ranks alike; they are unscaled before clipping,
+   weight decay and momentum see them, with the scale of their own backward pass; and a skipped step
+   leaves weights, moments and statistics as they were, to the bit. */
+MPT_API mpt_result mpt_trainer_apply(mpt_trainer *t, mpt_step_report *out) {
+    mpti_update u;
+    mpt_result rc;
 
     if (!t || !out) return MPT_ERR_INVALID_ARGUMENT;
-    if (t->totals.num_samples == 0)
-        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
-                                             "mpt_trainer_apply: no record was accumulated"));
-    scale = t->scaler.scale; /* of the backward pass whose gradients these are */
-    unscale = (float)((double)t->batch_size * t->desc.accumulate_steps /
-                      ((double)scale * (double)t->totals.num_samples));
-    t->step++;
-    rc = mpti_trainer_reduce(t); /* >>comm */
-    params = mpti_trainer_params(t, t->rows[0]);
-    if (rc == MPT_OK)
-        rc = mpti_gradients_check(&t->optimizer, &params, unscale, &nonfinite, &norm); /* >>optim */
-    if (rc) return mpti_report(t->ctx, rc);
-    skip = mpt_loss_scaler_update(&t->scaler, nonfinite); /* >>scaler */
-    if (!skip) {
-        clip = mpti_clip_factor(norm, t->desc.optimizer.max_grad_norm); /* >>optim */
-        rate = mpt_schedule_rate(&t->desc.schedule, t->desc.optimizer.learning_rate,
-                                 t->optimizer.applied_steps, t->desc.total_steps); /* >>optim */
-        rc = mpti_optimizer_update(&t->optimizer, &params, unscale, clip, rate);   /* >>optim */
-        mpti_trainer_update_statistics(t, t->rows[0]);                             /* >>layers */
-    }
-    mpti_trainer_fill_report(t, scale, norm, rate, skip, out);
-    if (rc == MPT_OK && mpt_loss_scaler_is_stuck(&t->scaler))
-        rc = mpti_trainer_stuck(t, t->rows[0]);
-    mpti_trainer_begin_step(t);
+    rc = mpti_trainer_begin_update(t, &u);                 /* >>train:  whose scale, how many */
+    if (!rc) rc = mpti_trainer_reduce(t);                  /* >>train:  rows meet in one sum */
+    if (!rc) rc = mpti_trainer_check_gradients(t, &u);     /* >>optim:  inf or NaN? the norm */
+    if (!rc) u.skip = mpt_loss_scaler_update(&t->scaler, u.nonfinite); /* >>scaler: decide */
+    if (!rc) mpti_trainer_rate(t, &u);                     /* >>optim:  clipping, schedule */
+    if (!rc) rc = mpti_trainer_update_weights(t, &u);      /* >>optim:  unscale ... update */
+    if (!rc) mpti_trainer_update_statistics(t, &u);        /* >>layers: batch norm's memory */
+    if (!rc) mpti_trainer_report(t, &u, out);              /* >>train:  what happened */
+    if (!rc && mpt_loss_scaler_is_stuck(&t->scaler)) rc = mpti_trainer_stuck(t); /* >>scaler */
     return mpti_report(t->ctx, rc);
 }
 
@@ -13049,15 +13684,147 @@ MPT_API mpt_result mpt_trainer_step(mpt_trainer *t, const mpt_batch *batch, mpt_
     return rc ? rc : mpt_trainer_apply(t, out);
 }
 
+MPT_API mpt_result mpt_trainer_sync(mpt_trainer *t, mpt_step_report *out) {
+    if (!t || !out) return MPT_ERR_INVALID_ARGUMENT;
+    if (t->last.step == 0)
+        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
+                                             "mpt_trainer_sync: no step has been taken yet"));
+    *out = t->last;
+    return MPT_OK;
+}
+
 MPT_API int64_t mpt_trainer_steps(const mpt_trainer *t) {
     return t ? t->step : 0;
 }
 
+/* ---- the autopsy of a skipped step --------------------------------------------------------------
+   The step runs once more, and after each layer its tensors are looked at. Weights have not changed
+   since, so all numbers are the same; gradients go to a row that the next step overwrites. */
+static mpt_result mpti_overflow_look(mpti_net *net, int v, const char *tensor, const void *data,
+                                     int64_t count, mpt_dtype dtype, mpt_overflow *out) {
+    mpt_tensor t;
+    mpt_result rc;
+
+    memset(&t, 0, sizeof t);
+    t.data = (void *)(uintptr_t)data;
+    t.dims[0] = count;
+    t.num_dims = 1;
+    t.dtype = dtype;
+    rc = mpt_tensor_autopsy(&t, out->scale, net->operand, &out->values);
+    if (rc || out->values.first_bad < 0) return rc;
+    out->found = 1;
+    out->tensor = tensor;
+    out->index = out->values.first_bad;
+    snprintf(out->layer, sizeof out->layer, "%s", net->model->nodes[v].name);
+    return MPT_OK;
+}
+
+static mpt_result mpti_overflow_value(mpti_net *net, int v, bool gradient, mpt_overflow *out) {
+    return mpti_overflow_look(net, v, gradient ? "gradient of the output" : "output",
+                              gradient ? mpti_net_gradient(net, v) : mpti_net_value(net, v),
+                              net->capacity * mpti_node_elements(&net->model->nodes[v]),
+                              net->dtype, out);
+}
+
+static mpt_result mpti_overflow_forward(mpti_net *net, const void *images, mpt_dtype dtype,
+                                        mpt_overflow *out) {
+    mpt_result rc = mpti_net_input(net, images, dtype);
+    int v;
+
+    if (rc == MPT_OK) rc = mpti_overflow_value(net, MPT_INPUT, false, out);
+    for (v = 1; v < net->model->num_nodes && rc == MPT_OK && !out->found; v++) {
+        if (net->model->nodes[v].fused) continue;
+        rc = mpti_step_forward(net, v);
+        if (rc == MPT_OK) rc = mpti_overflow_value(net, v, false, out);
+    }
+    return rc;
+}
+
+/* Parameters of a fused batch norm belong to the step that computes it. */
+static mpt_result mpti_overflow_params(mpti_net *net, int v, mpt_overflow *out) {
+    const mpti_node *node = &net->model->nodes[v];
+    int owner = node->norm >= 0 ? node->norm : v;
+
+    node = &net->model->nodes[owner];
+    if (node->num_params == 0) return MPT_OK;
+    return mpti_overflow_look(net, owner, "gradient of the parameters",
+                              net->gradients + node->param_offset, node->num_params, MPT_F32, out);
+}
+
+static mpt_result mpti_overflow_backward(mpti_net *net, mpt_overflow *out) {
+    mpt_result rc = mpti_net_loss(net);
+    int v, k, count, inputs[MPT_CUSTOM_MAX_INPUTS];
+
+    if (rc == MPT_OK) rc = mpti_overflow_value(net, net->model->logits, true, out);
+    mpti_net_begin_backward(net);
+    for (v = net->model->num_nodes - 1; v > 0 && rc == MPT_OK && !out->found; v--) {
+        if (net->model->nodes[v].fused) continue;
+        rc = mpti_step_backward(net, v);
+        if (rc == MPT_OK) rc = mpti_overflow_params(net, v, out);
+        count = mpti_step_inputs(net->model, v, inputs);
+        for (k = 0; k < count && rc == MPT_OK && !out->found; k++)
+            if (inputs[k] != MPT_INPUT) rc = mpti_overflow_value(net, inputs[k], true, out);
+    }
+    return rc;
+}
+
+/* Runs all microbatches of a batch at this scale, up to the first inf or NaN. */
+static mpt_result mpti_trainer_find_overflow(mpt_trainer *t, const mpt_batch *b, float scale,
+                                             mpt_overflow *out) {
+    mpt_result rc = MPT_OK;
+    int64_t i;
+
+    memset(out, 0, sizeof *out);
+    out->scale = scale;
+    for (i = 0; i < mpti_lane_count(b) * t->desc.slices && rc == MPT_OK && !out->found; i++) {
+        const void *images = mpti_trainer_slice(t, b, i);
+        mpti_trainer_begin_pass(t, t->step - 1, i, scale);
+        rc = mpti_overflow_forward(&t->net, images, b->images.dtype, out);
+        if (rc == MPT_OK && !out->found) rc = mpti_overflow_backward(&t->net, out);
+        if (rc) rc = mpti_trainer_step_failed(t, rc);
+    }
+    return rc;
+}
+
+/* The largest power of two up to the scale of `first` at which the backward pass is finite. */
+static mpt_result mpti_trainer_fitting_scale(mpt_trainer *t, const mpt_batch *b,
+                                             const mpt_overflow *first, float *fitting) {
+    mpt_overflow attempt = *first;
+    float scale = 1;
+    mpt_result rc = MPT_OK;
+
+    *fitting = 0;
+    if (!strcmp(first->tensor, "output")) return MPT_OK;
+    while (scale <= first->scale / 2) scale *= 2;
+    while (scale > first->scale) scale /= 2;
+    for (; rc == MPT_OK && attempt.found && scale >= MPTI_TINY; scale /= 2) {
+        rc = mpti_trainer_find_overflow(t, b, scale, &attempt);
+        if (rc == MPT_OK && !attempt.found) *fitting = scale;
+    }
+    return rc;
+}
+
+MPT_API mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch, mpt_overflow *out) {
+    int64_t capacity;
+    mpt_result rc;
+
+    if (!t || !batch || !out) return MPT_ERR_INVALID_ARGUMENT;
+    if (!t->last.skipped || t->microbatches > 0)
+        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
+                                             "mpt_trainer_autopsy: the last step was not skipped, "
+                                             "or the next has begun"));
+    rc = mpti_trainer_check_training(t, batch, &capacity);
+    if (rc == MPT_OK) rc = mpti_trainer_find_overflow(t, batch, t->last.loss_scale, out);
+    if (rc == MPT_OK && out->found)
+        rc = mpti_trainer_fitting_scale(t, batch, out, &out->largest_scale);
+    return mpti_report(t->ctx, rc);
+}
+
 /* ---- evaluation ------------------------------------------------------------------------------ */
 
-/* Forward in inference mode over the valid records of one lane, piece by piece. */
-static mpt_result mpti_trainer_infer_lane(mpt_trainer *t, const mpt_batch *b, int64_t first,
-                                          int64_t n, float *probabilities, mpti_totals *totals) {
+/* Forward in inference mode over n records of one lane, piece by piece. */
+static mpt_result mpti_trainer_infer(mpt_trainer *t, const mpt_batch *b, int64_t first, int64_t n,
+                                     float *probabilities, mpti_totals *totals) {
     int classes = t->model->nodes[t->model->logits].c;
     int64_t at, piece;
     mpt_result rc = MPT_OK;
@@ -13071,34 +13838,34 @@ static mpt_result mpti_trainer_infer_lane(mpt_trainer *t, const mpt_batch *b, in
         memset(&t->net.stats, 0, sizeof t->net.stats);
         rc = mpti_net_forward(&t->net, images, b->images.dtype);
         if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
-        totals->loss += t->net.stats.loss;
-        totals->num_samples += piece;
-        totals->num_correct += t->net.stats.num_correct;
-        totals->num_correct_top5 += t->net.stats.num_correct_top5;
+        mpti_totals_add(totals, &t->net.stats, piece);
     }
     t->net.probabilities = NULL;
-    if (rc)
-        return MPTI_FAIL(&t->ctx->error, rc, "an operator of the %s backend failed: %s",
-                         t->net.backend->name, mpt_result_string(rc));
-    return MPT_OK;
+    return rc ? mpti_trainer_step_failed(t, rc) : MPT_OK;
+}
+
+static mpt_result mpti_trainer_evaluate_batch(mpt_trainer *t, const mpt_batch *b,
+                                              mpti_totals *totals) {
+    int64_t lane, capacity;
+    mpt_result rc = mpti_trainer_check_batch(t, b, &capacity);
+
+    if (rc == MPT_OK) rc = mpti_trainer_check_labels(t, b, capacity);
+    for (lane = 0; lane < mpti_lane_count(b) && rc == MPT_OK; lane++)
+        rc = mpti_trainer_infer(t, b, lane * capacity, mpti_lane_valid(b, lane, capacity), NULL,
+                                totals);
+    return rc;
 }
 
 MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out) {
     mpti_totals totals;
     mpt_batch b;
     mpt_result rc = MPT_OK;
-    int64_t lane, capacity;
 
     if (!t || !data || !out) return MPT_ERR_INVALID_ARGUMENT;
     memset(&totals, 0, sizeof totals);
-    while (rc == MPT_OK && (rc = mpt_loader_next(data, &b)) == MPT_OK) {
-        rc = mpti_trainer_check_batch(t, &b, &capacity);
-        for (lane = 0; lane < b.num_lanes && rc == MPT_OK; lane++)
-            rc = mpti_trainer_infer_lane(t, &b, lane * capacity,
-                                         mpti_lane_valid(&b, lane, capacity), NULL, &totals);
-        if (rc) return mpti_report(t->ctx, rc);
-    }
-    if (rc != MPT_END) return rc; /* the loader has reported it */
+    while (rc == MPT_OK && (rc = mpt_loader_next(data, &b)) == MPT_OK)
+        rc = mpti_trainer_evaluate_batch(t, &b, &totals);
+    if (rc != MPT_END) return mpti_report(t->ctx, rc);
     out->num_samples = totals.num_samples;
     out->num_correct = totals.num_correct;
     out->num_correct_top5 = totals.num_correct_top5;
@@ -13108,15 +13875,18 @@ MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *o
 
 MPT_API mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch, float *probabilities) {
     mpti_totals totals;
+    mpt_batch pictures;
     int64_t capacity;
     mpt_result rc;
 
     if (!t || !batch || !probabilities) return MPT_ERR_INVALID_ARGUMENT;
     memset(&totals, 0, sizeof totals);
-    rc = mpti_trainer_check_batch(t, batch, &capacity);
+    pictures = *batch;
+    pictures.labels.data = NULL;
+    rc = mpti_trainer_check_batch(t, &pictures, &capacity);
     if (rc == MPT_OK)
-        rc = mpti_trainer_infer_lane(t, batch, 0, mpti_lane_valid(batch, 0, capacity),
-                                     probabilities, &totals);
+        rc = mpti_trainer_infer(t, &pictures, 0, mpti_lane_valid(batch, 0, capacity),
+                                probabilities, &totals);
     return mpti_report(t->ctx, rc);
 }
 
@@ -14030,6 +14800,10 @@ static bool mpti_torch_tensor(const mpt_trainer *t, int v, mpti_torch_part part,
     if (part == MPTI_TORCH_BIAS) out->data += norm ? node->c : mpti_node_weights(node);
     if (part == MPTI_TORCH_BIAS || norm) return true;
     out->count = mpti_node_weights(node);
+    if (node->kind == MPTI_KIND_CUSTOM) { /* a flat row, whatever it means */
+        out->dims[0] = out->channels = out->count;
+        return true;
+    }
     out->channels = in->c;
     out->height = node->kind == MPTI_KIND_CONV2D ? node->kernel : in->h;
     out->width = node->kind == MPTI_KIND_CONV2D ? node->kernel : in->w;
@@ -14090,28 +14864,34 @@ static mpt_result mpti_export_all(mpt_trainer *t, mpt_safetensors_writer *w, flo
     return rc;
 }
 
-MPT_API mpt_result mpt_trainer_export(mpt_trainer *t, const mpt_io *io, const char *path) {
+MPT_API mpt_result mpt_trainer_export(mpt_trainer *t, const mpt_export_desc *desc) {
+    const mpt_allocator *a;
     mpt_safetensors_writer_desc d;
     mpt_safetensors_writer *w = NULL;
     size_t bytes;
     int64_t tracked;
     float *buffer;
     mpt_result rc;
+    int i;
 
-    if (!t || !path) return MPT_ERR_INVALID_ARGUMENT;
+    if (!t || !desc || !desc->path || (desc->num_metadata && !desc->metadata))
+        return MPT_ERR_INVALID_ARGUMENT;
+    a = &t->ctx->desc.allocator;
     bytes = (size_t)(t->model->num_params + t->model->num_stats) * sizeof *buffer;
-    buffer = (float *)mpti_alloc(&t->ctx->desc.allocator, bytes);
+    buffer = (float *)mpti_alloc(a, bytes);
     if (!buffer)
         return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_OUT_OF_MEMORY,
                                              "no memory to export weights"));
     memset(&d, 0, sizeof d);
-    d.path = path;
-    d.io = io;
+    d.path = desc->path;
+    d.io = desc->io;
     rc = mpt_safetensors_writer_open(t->ctx, &d, &w);
+    for (i = 0; i < desc->num_metadata && rc == MPT_OK; i++)
+        rc = mpt_safetensors_writer_add_metadata(w, desc->metadata[i].key, desc->metadata[i].value);
     if (rc == MPT_OK) rc = mpti_export_all(t, w, buffer, &tracked);
     if (rc == MPT_OK) rc = mpt_safetensors_writer_finish(w);
     mpt_safetensors_writer_close(w);
-    mpti_free(&t->ctx->desc.allocator, buffer, bytes);
+    mpti_free(a, buffer, bytes);
     return rc;
 }
 
@@ -14177,7 +14957,7 @@ MPT_API mpt_result mpt_trainer_import(mpt_trainer *t, const mpt_io *io, const ch
     rc = mpt_safetensors_open(t->ctx, &d, &s);
     if (rc == MPT_OK) rc = mpti_import_walk(t, s, path, buffer, false);
     if (rc == MPT_OK) rc = mpti_import_walk(t, s, path, buffer, true);
-    if (rc == MPT_OK) rc = mpti_trainer_refresh_half(t);
+    if (rc == MPT_OK) rc = mpti_trainer_weights_changed(t);
     mpt_safetensors_close(s);
     mpti_free(&t->ctx->desc.allocator, buffer, bytes);
     return mpti_report(t->ctx, rc);
@@ -14186,7 +14966,7 @@ MPT_API mpt_result mpt_trainer_import(mpt_trainer *t, const mpt_io *io, const ch
 /* ---- checkpoints: everything that goes into the next step ---------------------------------------
    One safetensors file with a checksum over all of it. Flat rows as they are in memory: nothing is
    rounded or turned, so a run goes on bit for bit. */
-enum { MPTI_COUNTERS = 8 };
+enum { MPTI_COUNTERS = 9 };
 
 typedef struct mpti_checkpoint_row {
     const char *name;
@@ -14238,6 +15018,7 @@ static void mpti_checkpoint_counters(const mpt_trainer *t, int64_t c[MPTI_COUNTE
     c[5] = (int64_t)mpti_f32_bits(t->scaler.scale);
     c[6] = (int64_t)mpti_model_fingerprint(t->model);
     c[7] = (int64_t)t->desc.seed;
+    c[8] = (int64_t)t->desc.optimizer.kind;
 }
 
 static mpt_result mpti_checkpoint_add(mpt_safetensors_writer *w, const char *name, mpt_dtype dtype,
@@ -14288,19 +15069,21 @@ MPT_API mpt_result mpt_trainer_save(mpt_trainer *t, mpt_loader *data, const mpt_
     return rc;
 }
 
-static mpt_result mpti_checkpoint_read(mpt_trainer *t, mpt_safetensors *s, const char *path,
-                                       const char *name, mpt_dtype dtype, void *dst,
-                                       int64_t count) {
-    int64_t index = mpt_safetensors_find(s, name);
+/* Is the tensor there, as it must be? */
+static mpt_result mpti_checkpoint_find(mpt_trainer *t, mpt_safetensors *s, const char *path,
+                                       const char *name, mpt_dtype dtype, int64_t count,
+                                       int64_t *index) {
     mpt_safetensors_info info;
-    mpt_result rc = index < 0 ? MPT_END : mpt_safetensors_get(s, index, &info);
+    mpt_result rc;
 
+    *index = mpt_safetensors_find(s, name);
+    rc = *index < 0 ? MPT_END : mpt_safetensors_get(s, *index, &info);
     if (rc < 0) return rc;
-    if (rc == MPT_END || !info.has_dtype || info.dtype != dtype || info.count != (uint64_t)count)
-        return MPTI_FAIL(&t->ctx->error, MPT_ERR_CORRUPT_DATA,
-                         "%s: %s is missing or of another size: it is no checkpoint of this model",
-                         mpti_path_tail(path), name);
-    return mpt_safetensors_read(s, index, dst, (size_t)info.bytes);
+    if (rc == MPT_OK && info.has_dtype && info.dtype == dtype && info.count == (uint64_t)count)
+        return MPT_OK;
+    return MPTI_FAIL(&t->ctx->error, MPT_ERR_CORRUPT_DATA,
+                     "%s: %s is missing or of another size: it is no checkpoint of this model",
+                     mpti_path_tail(path), name);
 }
 
 static mpt_result mpti_checkpoint_loader(mpt_trainer *t, mpt_safetensors *s, mpt_loader *data,
@@ -14328,37 +15111,64 @@ static mpt_result mpti_checkpoint_loader(mpt_trainer *t, mpt_safetensors *s, mpt
     return rc;
 }
 
-/* Everything has been verified: what is read now is what was written. */
+/* Reads the counters and looks whether they can be those of this trainer. */
+static mpt_result mpti_checkpoint_check_counters(mpt_trainer *t, mpt_safetensors *s,
+                                                 const char *path, int64_t c[MPTI_COUNTERS]) {
+    mpt_error *err = &t->ctx->error;
+    int64_t index;
+    mpt_result rc = mpti_checkpoint_find(t, s, path, "mptrain.counters", MPT_I64, MPTI_COUNTERS,
+                                         &index);
+
+    if (rc == MPT_OK)
+        rc = mpt_safetensors_read(s, index, c, sizeof *c * (size_t)MPTI_COUNTERS);
+    if (rc) return rc;
+    if (c[6] != (int64_t)mpti_model_fingerprint(t->model))
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "%s: a checkpoint of another model",
+                         mpti_path_tail(path));
+    if (c[8] != (int64_t)t->desc.optimizer.kind)
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "%s: a checkpoint of another optimizer",
+                         mpti_path_tail(path));
+    if (c[1] < 0 || c[1] > c[0] || c[2] < 0 || c[2] > INT32_MAX || c[3] < 0 || c[3] > INT32_MAX)
+        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "%s: its counters are damaged",
+                         mpti_path_tail(path));
+    return MPT_OK;
+}
+
+/* All is looked at before anything changes: then only storage can still fail. */
 static mpt_result mpti_checkpoint_apply(mpt_trainer *t, mpt_safetensors *s, mpt_loader *data,
                                         const char *path) {
     mpti_checkpoint_row rows[MPTI_CHECKPOINT_ROWS];
-    int64_t c[MPTI_COUNTERS];
-    mpt_loss_scaler saved = t->scaler;
-    mpt_result rc = mpti_checkpoint_read(t, s, path, "mptrain.counters", MPT_I64, c, MPTI_COUNTERS);
+    int64_t c[MPTI_COUNTERS], at[MPTI_CHECKPOINT_ROWS];
+    mpt_loss_scaler saved = t->scaler, scaler = t->scaler;
+    mpt_result rc = mpti_checkpoint_check_counters(t, s, path, c);
     int i;
 
-    if (rc == MPT_OK && c[6] != (int64_t)mpti_model_fingerprint(t->model))
-        rc = MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                       "%s: a checkpoint of another model", mpti_path_tail(path));
-    if (rc == MPT_OK && data) rc = mpti_checkpoint_loader(t, s, data, path);
     mpti_checkpoint_rows(t, rows);
     for (i = 0; i < MPTI_CHECKPOINT_ROWS && rc == MPT_OK; i++)
         if (rows[i].data)
-            rc = mpti_checkpoint_read(t, s, path, rows[i].name, MPT_F32, rows[i].data,
-                                      rows[i].count);
+            rc = mpti_checkpoint_find(t, s, path, rows[i].name, MPT_F32, rows[i].count, &at[i]);
     if (rc) return rc;
     saved.scale = mpti_f32_from_bits((uint32_t)c[5]);
     saved.good_steps = (int)c[2];
     saved.skips_at_min = (int)c[3];
     saved.num_skipped = c[4];
-    rc = mpt_loss_scaler_restore(&t->scaler, &saved);
+    rc = mpt_loss_scaler_restore(&scaler, &saved);
     if (rc)
         return MPTI_FAIL(&t->ctx->error, rc, "%s: its loss scaler is damaged",
                          mpti_path_tail(path));
+    rc = data ? mpti_checkpoint_loader(t, s, data, path) : MPT_OK;
+    for (i = 0; i < MPTI_CHECKPOINT_ROWS && rc == MPT_OK; i++)
+        if (rows[i].data)
+            rc = mpt_safetensors_read(s, at[i], rows[i].data,
+                                      sizeof(float) * (size_t)rows[i].count);
+    if (rc) return rc;
+    t->scaler = scaler;
     t->step = c[0];
     mpti_optimizer_resume(&t->optimizer, c[1]);
     t->desc.seed = t->net.seed = (uint64_t)c[7];
-    return mpti_trainer_refresh_half(t);
+    memset(&t->last, 0, sizeof t->last);
+    mpti_trainer_begin_step(t);
+    return mpti_trainer_weights_changed(t);
 }
 
 MPT_API mpt_result mpt_trainer_load(mpt_trainer *t, mpt_loader *data, const mpt_io *io,
@@ -14371,7 +15181,6 @@ MPT_API mpt_result mpt_trainer_load(mpt_trainer *t, mpt_loader *data, const mpt_
     memset(&d, 0, sizeof d);
     d.path = path;
     d.io = io;
-    mpti_trainer_begin_step(t);
     rc = mpt_safetensors_open(t->ctx, &d, &s);
     if (rc == MPT_OK) rc = mpt_safetensors_verify(s);
     if (rc == MPT_OK) rc = mpti_checkpoint_apply(t, s, data, path);

@@ -6,21 +6,29 @@
 #include "mptrain.h"
 
 #include "bench/data.h"
+#include "bench/layers.h"
+#include "bench/step.h"
 
 typedef struct bench_kind {
     const char *name, *about;
     int (*run)(mpt_ctx *ctx, const bench_options *options);
     int64_t megabytes, rounds; /* defaults */
     bool takes_files;          /* measures the user's instead of its own */
+    bool takes_network;        /* measures a network instead of data */
 } bench_kind;
 
 static const bench_kind bench_kinds[] = {
-    {"crc", "CRC-32C of records in memory, against reading memory", bench_crc, 64, 15, false},
+    {"crc", "CRC-32C of records in memory, against reading memory", bench_crc, 64, 15, false,
+     false},
     {"records", "reading TFRecords from the page cache, against a pread + CRC loop", bench_records,
-     256, 9, true},
-    {"decode", "decoding JPEG pictures of 500 x 375", bench_decode, 0, 9, false},
+     256, 9, true, false},
+    {"decode", "decoding JPEG pictures of 500 x 375", bench_decode, 0, 9, false, false},
     {"input", "records to augmented 224 x 224 batches, against decoding alone", bench_input, 32, 5,
-     true},
+     true, false},
+    {"layers", "each layer of a network, forward and backward, against this machine's limits",
+     bench_layers_kind, 0, 9, false, true},
+    {"step", "whole training steps on pictures in memory, against the FMA peak", bench_step_kind, 0,
+     15, false, true},
 };
 enum { BENCH_NUM_KINDS = sizeof bench_kinds / sizeof bench_kinds[0] };
 
@@ -34,32 +42,66 @@ static int bench_usage(FILE *out) {
     return out == stdout ? cli_finish("bench", CLI_EXIT_OK) : CLI_EXIT_USAGE;
 }
 
-static int bench_one(const bench_kind *kind, int argc, char **argv) {
+/* Options that only some kinds have; the number of them. */
+static int bench_data_options(bench_options *o, cli_option *options) {
+    options[0] = cli_int("megabytes", 0, &o->megabytes, 0, 65536, "N", "MiB of data to work on");
+    options[1] = cli_bytes("record-bytes", 0, &o->record_bytes, 1, 1 << 30,
+                           "size of a record that is written");
+    options[2] = cli_default(cli_bytes("max-record-bytes", 0, &o->max_record_bytes, 1, INT64_MAX,
+                                       "a larger record in FILE is an error"),
+                             "1G");
+    return 3;
+}
+
+static int bench_network_options(bench_options *o, cli_option *options) {
+    static const char by_arch[] = "by architecture";
+
+    options[0] = cli_choice("arch", 'a', &o->arch, BENCH_ARCHS, "network");
+    options[1] = cli_choice("precision", 0, &o->precision, BENCH_PRECISIONS, "what is stored");
+    options[2] = cli_choice("device", 0, &o->device, "cpu", "where it runs");
+    options[3] = cli_default(cli_int("batch-size", 'b', &o->batch_size, 1, 65536, "N",
+                                     "pictures in a step"),
+                             by_arch);
+    options[4] = cli_default(cli_int("image-size", 0, &o->image_size, 1, 4096, "N",
+                                     "height and width of a picture"),
+                             by_arch);
+    options[5] = cli_default(cli_int("channels", 0, &o->channels, 1, 3, "N", "of a picture"),
+                             by_arch);
+    options[6] = cli_default(cli_int("num-classes", 0, &o->num_classes, 1, 1000000, "N", "classes"),
+                             by_arch);
+    return 7;
+}
+
+static bench_options bench_defaults(const bench_kind *kind) {
     bench_options o;
-    cli_option options[6];
-    cli_command command;
-    mpt_ctx_desc desc;
-    mpt_ctx *ctx = NULL;
-    char name[32], version[64];
-    int code;
 
     memset(&o, 0, sizeof o);
     o.rounds = kind->rounds;
     o.megabytes = kind->megabytes;
     o.record_bytes = 110 * 1024; /* a record of ImageNet */
-    o.threads = (int64_t)sysconf(_SC_NPROCESSORS_ONLN);
-    options[0] = cli_flag("json", 0, &o.json, "one JSON object a line");
-    options[1] = cli_int("rounds", 0, &o.rounds, 1, BENCH_MAX_ROUNDS, "N",
-                         "times that each case runs");
-    options[2] = cli_int("megabytes", 0, &o.megabytes, 0, 65536, "N", "MiB of data to work on");
-    options[3] = cli_bytes("record-bytes", 0, &o.record_bytes, 1, 1 << 30,
-                           "size of a record that is written");
-    options[4] = cli_default(cli_int("threads", 'j', &o.threads, 1, 1024, "N", "workers"),
-                             "all cores");
     o.max_record_bytes = (int64_t)1 << 30;
-    options[5] = cli_default(cli_bytes("max-record-bytes", 0, &o.max_record_bytes, 1, INT64_MAX,
-                                       "a larger record in FILE is an error"),
-                             "1G");
+    o.threads = (int64_t)sysconf(_SC_NPROCESSORS_ONLN);
+    o.arch = cli_choice_from_text("resnet20", BENCH_ARCHS);
+    o.precision = cli_choice_from_text("fp16", BENCH_PRECISIONS);
+    return o;
+}
+
+static int bench_one(const bench_kind *kind, int argc, char **argv) {
+    bench_options o = bench_defaults(kind);
+    cli_option options[16];
+    cli_command command;
+    mpt_ctx_desc desc;
+    mpt_ctx *ctx = NULL;
+    char name[32], version[64];
+    int code, n = 0;
+
+    options[n++] = cli_flag("json", 0, &o.json, "one JSON object a line");
+    options[n++] = cli_int("rounds", 0, &o.rounds, 1, BENCH_MAX_ROUNDS, "N",
+                           "times that each case runs");
+    options[n++] = cli_default(cli_int("threads", 'j', &o.threads, 1, 1024, "N", "workers"),
+                               "all cores");
+    n += kind->takes_network ? bench_network_options(&o, options + n)
+                             : bench_data_options(&o, options + n);
     snprintf(name, sizeof name, "bench %s", kind->name);
     snprintf(version, sizeof version, "bench (mptrain %s)", mpt_version());
     memset(&command, 0, sizeof command);
@@ -68,7 +110,7 @@ static int bench_one(const bench_kind *kind, int argc, char **argv) {
     command.about = kind->about;
     command.version = version;
     command.options = options;
-    command.num_options = 6;
+    command.num_options = n;
     command.max_operands = kind->takes_files ? -1 : 0;
     code = cli_parse(&command, argc, argv, &o.files);
     if (code != CLI_RUN) goto done;

@@ -73,8 +73,8 @@ static int unknown_command(const char *word) {
 int main(int argc, char **argv) {
     int i;
 
-    tool_occupy_standard_files();
-    tool_ignore_write_signals();
+    cli_occupy_standard_files();
+    cli_ignore_write_signals();
     if (argc < 2) return cli_error("tfrecord", CLI_EXIT_USAGE, "needs a command (see --help)");
     if (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h")) return print_help();
     if (!strcmp(argv[1], "--version")) return print_version();

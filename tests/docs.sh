@@ -54,7 +54,7 @@ check_program() {
 # The line "build: cc ... -o NAME ..." in each lesson, quick, and NAME elsewhere.
 check_lessons() {
     local file build name
-    for file in examples/[0-9]*.c examples/tfrecord.c; do
+    for file in examples/[0-9]*.c examples/tfrecord.c examples/train.c examples/predict.c; do
         build=$(sed -n 's/.*[Bb]uild: *\(cc .*[a-z]\).*/\1/p' "$file" | sed 's| \*/||')
         name=$(sed -n 's/.* -o \([^ ]*\).*/\1/p' <<<"$build")
         build=${build/#cc/$CC}

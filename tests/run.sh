@@ -16,7 +16,7 @@ cd "$(dirname "$0")/.." || exit 1
 JOBS=${MPT_TEST_JOBS:-2}
 # A hang must not hold up everything else for ever; this is far above what any part takes.
 TIME_LIMIT=${MPT_TEST_TIME_LIMIT:-$([ -n "${MPT_TEST_FULL:-}" ] && echo 3600 || echo 300)}
-PROGRAMS=${PROGRAMS-tfrecord bench}
+PROGRAMS=${PROGRAMS-tfrecord train predict bench}
 results=build/results # MODE/NAME.lines: what counts; MODE/NAME.log: all that was printed
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/mptrain-tests.XXXXXX") || exit 1
 trap 'rm -rf "$scratch"' EXIT

@@ -40,9 +40,10 @@ def verdict(name, complaints):
 
 def project_files():
     """Tracked files and new ones that git does not ignore; without git, all but the build."""
-    listing = subprocess.run(['git', 'ls-files', '--cached', '--others', '--exclude-standard'],
-                             capture_output=True, text=True, check=False) if os.path.isdir('.git') \
-        else None
+    listing = None
+    if os.path.exists('.git'):  # a directory, or the file of a linked checkout
+        listing = subprocess.run(['git', 'ls-files', '--cached', '--others', '--exclude-standard'],
+                                 capture_output=True, text=True, check=False)
     if listing and listing.returncode == 0:
         names = listing.stdout.splitlines()
     else:

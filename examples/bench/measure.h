@@ -9,7 +9,7 @@
 #include "common/cli.h"
 #include "mptrain.h"
 
-enum { BENCH_MAX_ROUNDS = 64, BENCH_MAX_CASES = 8 };
+enum { BENCH_MAX_ROUNDS = 64 };
 
 typedef struct bench_options {
     bool json;
@@ -17,19 +17,24 @@ typedef struct bench_options {
     int64_t megabytes;    /* of data to work on */
     int64_t record_bytes; /* payload of a record that bench writes */
     int64_t threads;
-    int64_t max_record_bytes; /* of FILE */
-    cli_list files;           /* measured instead of files that bench writes */
+    int64_t max_record_bytes;    /* of FILE */
+    cli_list files;              /* measured instead of files that bench writes */
+    int arch, precision, device; /* places in BENCH_ARCHS, BENCH_PRECISIONS, "cpu" */
+    int64_t batch_size, image_size, channels, num_classes; /* 0: by architecture */
 } bench_options;
 
 /* One thing that is measured: run() does `work` units and returns 0, or an exit code. */
 typedef struct bench_case {
     const char *name;
-    const char *unit; /* what is counted: "bytes", "images" */
+    const char *unit; /* what is counted: "bytes", "images", "flops" */
     double work;      /* units in one round */
     int (*run)(void *user);
     void *user;
     const char *limit_name; /* NULL: none */
     int reference;          /* number of the case it is a share of; -1: none */
+    double reference_units; /* of that case's units in one of ours */
+    /* Optional: more text at the end of the line, or more JSON members, each begun with a comma. */
+    void (*more)(const struct bench_case *c, bool json);
     double rate[BENCH_MAX_ROUNDS];
     double median, best; /* units per second */
 } bench_case;
@@ -61,14 +66,26 @@ CLI_FN int bench_run(bench_case *cases, int n, int64_t rounds) {
     return 0;
 }
 
+/* Share of the limit: of two medians, or of two bests. */
+CLI_FN double bench_share(const bench_case *c, double rate, double reference_rate) {
+    return rate * c->reference_units / reference_rate;
+}
+
 CLI_FN void bench_print_text(const char *kind, const bench_case *c, const bench_case *reference) {
-    bool bytes = strcmp(c->unit, "bytes") == 0;
-    double scale = bytes ? 1e9 : 1;
+    bool bytes = strcmp(c->unit, "bytes") == 0, flops = strcmp(c->unit, "flops") == 0;
+    double scale = bytes || flops ? 1e9 : 1;
 
     printf("%-8s %-34s median %9.3f  best %9.3f %s/s", kind, c->name, c->median / scale,
-           c->best / scale, bytes ? "GB" : c->unit);
-    if (reference) printf("  %5.1f %% of %s", 100 * c->median / reference->median, c->limit_name);
-    printf("  (%.3g %.*s a round)\n", c->work, (int)strlen(c->unit) - (c->work == 1), c->unit);
+           c->best / scale,
+           bytes   ? "GB"
+           : flops ? "GFLOP"
+                   : c->unit);
+    if (reference)
+        printf("  %5.1f %% of %s", 100 * bench_share(c, c->median, reference->median),
+               c->limit_name);
+    printf("  (%.3g %.*s a round)", c->work, (int)strlen(c->unit) - (c->work == 1), c->unit);
+    if (c->more) c->more(c, false);
+    printf("\n");
 }
 
 CLI_FN void bench_print_json(const char *kind, const bench_case *c, const bench_case *reference) {
@@ -82,9 +99,11 @@ CLI_FN void bench_print_json(const char *kind, const bench_case *c, const bench_
     if (reference) {
         printf(",\"reference\":");
         cli_json_text(stdout, c->limit_name);
-        printf(",\"ratio_of_medians\":%.4f,\"ratio_of_bests\":%.4f", c->median / reference->median,
-               c->best / reference->best);
+        printf(",\"ratio_of_medians\":%.4f,\"ratio_of_bests\":%.4f",
+               bench_share(c, c->median, reference->median),
+               bench_share(c, c->best, reference->best));
     }
+    if (c->more) c->more(c, true);
     printf("}\n");
 }
 
@@ -109,6 +128,7 @@ CLI_FN bench_case bench_make(const char *name, const char *unit, double work, in
     c.run = run;
     c.user = user;
     c.reference = -1;
+    c.reference_units = 1;
     return c;
 }
 

@@ -29,7 +29,9 @@
 #define MPT_EXAMPLES_CLI_H
 
 #include <errno.h>
+#include <fcntl.h>
 #include <float.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -220,6 +222,41 @@ CLI_FN int cli_finish(const char *name, int code) {
     if (errno == EPIPE) return code;
     return cli_error(name, CLI_EXIT_FAILURE, "can't write to standard output%s%s",
                      errno ? ": " : "", errno ? cli_errno_text(errno) : "");
+}
+
+/* ---- the process ----------------------------------------------------------------------------- */
+/* If the parent closed descriptors 0 to 2, a file opened later would get such a number, and
+   messages would be written into it. Read-only, so that output to it still fails. */
+CLI_FN void cli_occupy_standard_files(void) {
+    int fd;
+
+    for (fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDONLY) < 0) return;
+}
+
+/* A reader of our output that has gone, and a file beyond the limit of `ulimit -f`, are errors of
+   write, not signals. */
+CLI_FN void cli_ignore_write_signals(void) {
+    struct sigaction action;
+
+    memset(&action, 0, sizeof action);
+    action.sa_handler = SIG_IGN;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGPIPE, &action, NULL);
+    sigaction(SIGXFSZ, &action, NULL);
+}
+
+/* The first SIGINT or SIGTERM is told to the program, which ends its work in good order; a second
+   one of the same kind kills. */
+CLI_FN void cli_catch_signals(void (*told)(int number)) {
+    struct sigaction action;
+
+    memset(&action, 0, sizeof action);
+    action.sa_handler = told;
+    action.sa_flags = (int)SA_RESETHAND | SA_RESTART;
+    sigemptyset(&action.sa_mask);
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
 }
 
 /* "-" as the name of a file, after a message; here it means no stream, and `./-` is the file. */
@@ -562,7 +599,8 @@ CLI_FN int cli_parse(const cli_command *c, int argc, char **argv, cli_list *oper
     }
     if (code != CLI_RUN) return code;
     if (operands->count < c->min_operands)
-        return cli_error(c->name, CLI_EXIT_USAGE, "needs %s (see --help)", c->operands);
+        return cli_error(c->name, CLI_EXIT_USAGE, "needs %s (see --help)",
+                         c->operands ? c->operands : "arguments");
     if (c->max_operands >= 0 && operands->count > c->max_operands)
         return cli_error(c->name, CLI_EXIT_USAGE, "'%s' is one argument too many (see --help)",
                          operands->items[c->max_operands]);

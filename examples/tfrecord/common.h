@@ -76,38 +76,9 @@ static void tool_on_signal(int number) {
     tool_signal = number;
 }
 
-/* For commands that write: the first SIGINT or SIGTERM ends the work in good order, so that no
-   temporary file is left; a second one kills. */
+/* For commands that write: no temporary file is left behind. */
 static void tool_catch_signals(void) {
-    struct sigaction action;
-
-    memset(&action, 0, sizeof action);
-    action.sa_handler = tool_on_signal;
-    action.sa_flags = (int)SA_RESETHAND | SA_RESTART;
-    sigemptyset(&action.sa_mask);
-    sigaction(SIGINT, &action, NULL);
-    sigaction(SIGTERM, &action, NULL);
-}
-
-/* A reader of our output that has gone, and a file beyond the limit of `ulimit -f`, are errors of
-   write, not signals. */
-static void tool_ignore_write_signals(void) {
-    struct sigaction action;
-
-    memset(&action, 0, sizeof action);
-    action.sa_handler = SIG_IGN;
-    sigemptyset(&action.sa_mask);
-    sigaction(SIGPIPE, &action, NULL);
-    sigaction(SIGXFSZ, &action, NULL);
-}
-
-/* If the parent closed descriptors 0 to 2, a file opened later would get such a number, and
-   messages would be written into it. Read-only, so that output to it still fails. */
-static void tool_occupy_standard_files(void) {
-    int fd;
-
-    for (fd = 0; fd <= 2; fd++)
-        if (fcntl(fd, F_GETFD) < 0 && open("/dev/null", O_RDONLY) < 0) return;
+    cli_catch_signals(tool_on_signal);
 }
 
 typedef struct tool_settings { /* options that several commands have */

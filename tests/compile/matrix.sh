@@ -95,6 +95,11 @@ for family in gcc clang; do
         cell "app, $family $flags" '$c $flags $src/app.c -o $tmp/app $libs -lz; $tmp/app'
     done
 
+    # Compilers may then forget inf and NaN; the trainer must not.
+    cell "skipped steps, $family -O2 -ffast-math" '
+        $c -O2 -ffast-math $src/fast_math.c -o $tmp/app $libs
+        $tmp/app'
+
     # The C library hides POSIX in strict C99 once a header of its own was read.
     cell "after stdio.h, $family gnu17" '$c -std=gnu17 -c $src/late.c -o $tmp/late.o'
     cell "after stdio.h, $family c99 gives advice" '

@@ -1,0 +1,262 @@
+/* predict/network.h - the network behind a file of weights: what it is, its pictures, its classes
+
+   What a file does not tell in its metadata comes from options, and an option wins over the file:
+
+       mptrain.arch          resnet20, ...        mptrain.mean, mptrain.std   0.5 or 0.48,0.46,0.41
+       mptrain.image_size    32                   mptrain.classes             one name a line
+       mptrain.channels      1 or 3
+       mptrain.num_classes   10 */
+#ifndef PREDICT_NETWORK_H
+#define PREDICT_NETWORK_H
+
+#include "common/cli.h"
+#include "mptrain.h"
+
+#define PREDICT_ARCHS "lenet|mlp|resnet20|resnet32|resnet56|resnet18|resnet34|resnet50"
+#define PREDICT_PRECISIONS "fp32|fp16|bf16"
+
+enum { PREDICT_MAX_SIDE = 4096, PREDICT_MAX_CLASSES = 1000000 };
+
+typedef struct predict_options {
+    const char *weights;
+    cli_list data; /* TFRecords; else operands are pictures */
+    int arch;      /* place in PREDICT_ARCHS; -1: as the file says */
+    int precision;
+    int64_t image_size, channels, num_classes; /* 0: as the file says */
+    const char *mean, *std, *classes;          /* NULL: as the file says */
+    const char *image_key, *label_key, *label_offset;
+    int64_t batch_size, top, limit, threads, workers;
+    bool json, draw;
+} predict_options;
+
+typedef struct predict_network {
+    mpt_ctx *ctx;
+    mpt_model *model;
+    mpt_trainer *trainer;
+    char arch[16];
+    int size, channels, num_classes, batch_size;
+    float mean[3], std[3];
+    char *names_text;   /* what names point into */
+    const char **names; /* (num_classes); NULL: classes have numbers only */
+} predict_network;
+
+static int predict_fail(const mpt_ctx *ctx) {
+    return cli_error("predict", CLI_EXIT_FAILURE, "%s", mpt_last_error(ctx)->message);
+}
+
+static int predict_no_memory(void) {
+    return cli_error("predict", CLI_EXIT_FAILURE, "no memory");
+}
+
+static void predict_network_free(predict_network *n) {
+    mpt_trainer_destroy(n->trainer);
+    mpt_model_destroy(n->model);
+    free((void *)n->names);
+    free(n->names_text);
+}
+
+/* ---- what the file or the line says ---------------------------------------------------------- */
+/* A whole number: the option's, else the file's. 0 stays 0 when neither tells. */
+static int predict_number(const predict_options *o, mpt_safetensors *file, const char *key,
+                          int64_t option, int64_t most, int *out) {
+    const char *text = mpt_safetensors_metadata(file, key);
+    int64_t value = option;
+
+    if (option == 0 && text && (!cli_int_from_text(text, &value) || value < 1 || value > most))
+        return cli_error("predict", CLI_EXIT_FAILURE,
+                         "%s: its metadata say %s '%.40s': no whole number from 1 to %lld",
+                         o->weights, key, text, (long long)most);
+    *out = (int)value;
+    return 0;
+}
+
+/* "0.5" for all channels, or one number for each with commas between. */
+static bool predict_floats(const char *text, int channels, bool above_zero, float out[3]) {
+    char word[32];
+    double value;
+    int i;
+
+    for (i = 0; i < channels; i++) {
+        size_t n = strcspn(text, ",");
+        if (n == 0 || n >= sizeof word) return false;
+        memcpy(word, text, n);
+        word[n] = 0;
+        if (!cli_double_from_text(word, &value) || value < -1e6 || value > 1e6) return false;
+        out[i] = (float)value;
+        if (above_zero && !(out[i] > 0)) return false;
+        text += n;
+        if (i == 0 && *text == 0) {
+            out[1] = out[2] = out[0];
+            return true;
+        }
+        if (*text == ',' && i + 1 < channels) text++;
+    }
+    return *text == 0;
+}
+
+static int predict_constants(const predict_options *o, mpt_safetensors *file, const char *name,
+                             const char *option, bool above_zero, const predict_network *n,
+                             float out[3]) {
+    char key[32];
+    const char *text;
+
+    snprintf(key, sizeof key, "mptrain.%s", name);
+    text = mpt_safetensors_metadata(file, key);
+    if (option && !predict_floats(option, n->channels, above_zero, out))
+        return cli_error("predict", CLI_EXIT_USAGE,
+                         "--%s: '%.80s' is not one number%s, or %d with commas between", name,
+                         option, above_zero ? " above 0" : "", n->channels);
+    if (!option && text && !predict_floats(text, n->channels, above_zero, out))
+        return cli_error("predict", CLI_EXIT_FAILURE,
+                         "%s: its metadata say %s '%.40s': not one number%s, or %d with commas",
+                         o->weights, key, text, above_zero ? " above 0" : "", n->channels);
+    return 0;
+}
+
+/* ---- names of classes ------------------------------------------------------------------------ */
+typedef struct predict_file { /* a whole file; the caller frees data */
+    uint8_t *data;            /* [size], and a zero behind */
+    size_t size;
+} predict_file;
+
+static bool predict_read_file(const char *path, predict_file *f) {
+    FILE *in = fopen(path, "rb");
+    size_t capacity = 0, got = 1;
+    uint8_t *larger = NULL;
+
+    memset(f, 0, sizeof *f);
+    while (in && got > 0) {
+        capacity += capacity / 2 + 65536;
+        larger = (uint8_t *)realloc(f->data, capacity + 1);
+        if (!larger) break;
+        f->data = larger;
+        got = fread(f->data + f->size, 1, capacity - f->size, in);
+        f->size += got;
+        f->data[f->size] = 0;
+    }
+    if (in && larger && !ferror(in)) {
+        fclose(in);
+        return true;
+    }
+    cli_error("predict", 0, "%s: can't %s it: %s", path, in ? "read" : "open",
+              in && !larger ? "no memory" : cli_errno_text(errno));
+    if (in) fclose(in);
+    free(f->data);
+    f->data = NULL;
+    return false;
+}
+
+/* Ends each line of the text; the number of lines. names NULL: only counts. */
+static int predict_split_lines(char *text, const char **names) {
+    int count = 0;
+
+    while (*text) {
+        size_t n = strcspn(text, "\n");
+        if (names) names[count] = text;
+        count++;
+        if (names && n > 0 && text[n - 1] == '\r') text[n - 1] = 0;
+        text += n;
+        if (!*text) break;
+        if (names) *text = 0;
+        text++;
+    }
+    return count;
+}
+
+static int predict_classes(const predict_options *o, mpt_safetensors *file, predict_network *n) {
+    const char *text = mpt_safetensors_metadata(file, "mptrain.classes");
+    const char *where = o->classes ? o->classes : o->weights;
+    predict_file named;
+    int count;
+
+    if (!o->classes && !text) return 0;
+    if (o->classes) {
+        if (!predict_read_file(o->classes, &named)) return CLI_EXIT_FAILURE;
+        n->names_text = (char *)named.data;
+    } else {
+        n->names_text = (char *)malloc(strlen(text) + 1);
+        if (!n->names_text) return predict_no_memory();
+        memcpy(n->names_text, text, strlen(text) + 1);
+    }
+    count = predict_split_lines(n->names_text, NULL);
+    if (n->num_classes == 0) n->num_classes = count;
+    if (count != n->num_classes || count == 0)
+        return cli_error("predict", CLI_EXIT_FAILURE, "%s: %d name%s of classes for %d classes",
+                         where, count, cli_plural(count, "s"), n->num_classes);
+    n->names = (const char **)calloc((size_t)count, sizeof *n->names);
+    if (!n->names) return predict_no_memory();
+    predict_split_lines(n->names_text, n->names);
+    return 0;
+}
+
+/* ---- opening --------------------------------------------------------------------------------- */
+static int predict_missing(const predict_options *o, const char *option, const char *what) {
+    return cli_error("predict", CLI_EXIT_USAGE, "%s does not tell its %s: give --%s", o->weights,
+                     what, option);
+}
+
+static int predict_describe(const predict_options *o, mpt_safetensors *file, predict_network *n) {
+    const char *arch = mpt_safetensors_metadata(file, "mptrain.arch");
+    int code;
+
+    if (o->arch >= 0) cli_choice_name(PREDICT_ARCHS, o->arch, n->arch, sizeof n->arch);
+    else if (arch && cli_choice_from_text(arch, PREDICT_ARCHS) >= 0)
+        snprintf(n->arch, sizeof n->arch, "%s", arch);
+    else if (arch)
+        return cli_error("predict", CLI_EXIT_FAILURE,
+                         "%s: it is of the network '%.40s', which is none of %s", o->weights, arch,
+                         PREDICT_ARCHS);
+    code = predict_number(o, file, "mptrain.image_size", o->image_size, PREDICT_MAX_SIDE, &n->size);
+    if (!code) code = predict_number(o, file, "mptrain.channels", o->channels, 3, &n->channels);
+    if (!code)
+        code = predict_number(o, file, "mptrain.num_classes", o->num_classes, PREDICT_MAX_CLASSES,
+                              &n->num_classes);
+    if (!code) code = predict_classes(o, file, n);
+    if (code) return code;
+    if (!n->arch[0]) return predict_missing(o, "arch", "network");
+    if (!n->size) return predict_missing(o, "image-size", "picture size");
+    if (!n->channels) return predict_missing(o, "channels", "number of channels");
+    if (n->channels == 2)
+        return cli_error("predict", CLI_EXIT_USAGE,
+                         "pictures have 1 channel (gray) or 3 (colour), not 2");
+    if (!n->num_classes) return predict_missing(o, "num-classes", "number of classes");
+    n->std[0] = n->std[1] = n->std[2] = 1;
+    code = predict_constants(o, file, "mean", o->mean, false, n, n->mean);
+    return code ? code : predict_constants(o, file, "std", o->std, true, n, n->std);
+}
+
+/* A trainer that never trains: it holds the weights and knows the way forward. */
+static int predict_build(const predict_options *o, predict_network *n) {
+    static const mpt_precision precisions[] = {MPT_PRECISION_FP32, MPT_PRECISION_FP16,
+                                               MPT_PRECISION_BF16};
+    mpt_trainer_desc desc;
+    mpt_result rc;
+
+    memset(&desc, 0, sizeof desc);
+    desc.precision = precisions[o->precision];
+    desc.optimizer.kind = MPT_OPTIMIZER_SGD;
+    desc.optimizer.learning_rate = 1; /* a desc has to have one */
+    rc = mpt_model_create(n->ctx, n->size, n->size, n->channels, &n->model);
+    if (rc == MPT_OK) rc = mpt_model_finish(n->model, mpt_zoo(n->model, n->arch, n->num_classes));
+    if (rc == MPT_OK) rc = mpt_trainer_create(n->model, &desc, n->batch_size, &n->trainer);
+    if (rc == MPT_OK) rc = mpt_trainer_import(n->trainer, NULL, o->weights);
+    return rc ? predict_fail(n->ctx) : 0;
+}
+
+static int predict_network_open(mpt_ctx *ctx, const predict_options *o, predict_network *n) {
+    mpt_safetensors_desc desc;
+    mpt_safetensors *file = NULL;
+    int code;
+
+    memset(n, 0, sizeof *n);
+    n->ctx = ctx;
+    n->batch_size = o->data.count > 0 ? (int)o->batch_size : 1;
+    memset(&desc, 0, sizeof desc);
+    desc.path = o->weights;
+    if (mpt_safetensors_open(ctx, &desc, &file)) return predict_fail(ctx);
+    code = predict_describe(o, file, n);
+    mpt_safetensors_close(file);
+    return code ? code : predict_build(o, n);
+}
+
+#endif /* PREDICT_NETWORK_H */
