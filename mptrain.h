@@ -1202,8 +1202,14 @@ MPT_API MPT_CHECKED mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mp
    needs no labels. */
 MPT_API MPT_CHECKED mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch,
                                            float *probabilities);
-MPT_API int64_t
-mpt_trainer_steps(const mpt_trainer *t); /* attempted so far, also before a restart */
+typedef struct mpt_trainer_info {
+    int64_t steps;         /* attempted so far, also before a restart */
+    int64_t applied_steps; /* without the skipped ones */
+    float loss_scale;      /* of the next step */
+    const char *backend;   /* "cpu" */
+    const char *kernels;   /* its family, on which the bits of a run depend: "plain", "avx2" */
+} mpt_trainer_info;
+MPT_API mpt_trainer_info mpt_trainer_get_info(const mpt_trainer *t);
 
 /* SHA-256 of all that was learned, as little-endian FP32: parameters in model order, then running
    mean and running variance of each batch norm. 64 hex digits. */
@@ -1411,6 +1417,7 @@ typedef struct mpt_backend {
     const char *name;
     mpt_result (*open)(mpt_ctx *ctx, int device, void **self);
     void (*close)(void *self);
+    const char *(*kernels)(void *self); /* name of the family of kernels it chose, static text */
 
     size_t (*conv2d_fprop_workspace_bytes)(void *self, const mpt_conv2d_args *a);
     size_t (*conv2d_dgrad_workspace_bytes)(void *self, const mpt_conv2d_args *a);
@@ -1496,6 +1503,7 @@ MPT_API const mpt_backend *mpt_backend_cpu(void);
 #endif
 #if defined(__x86_64__) || defined(__i386__)
 #define MPTI_X86 1
+#include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__) && defined(__linux__)
 #define MPTI_ARM64 1
@@ -1518,8 +1526,8 @@ extern "C" {
  *          must give the same numbers on any machine.
  * Idea:    every failure fills an mpt_error; memory goes through two hooks; random numbers are a
  *          function of a key and a counter; work is cut into chunks whatever the number of threads.
- * Shapes:  none yet: this chapter knows bytes and integers.
- * Tested:  tests/test_base.c
+ * Shapes:  none yet: this chapter knows bytes and numbers.
+ * Tested:  tests/test_base.c; rows, exp and log in tests/test_ops.c
  * Next:    >>tfrecord, which turns bytes into records.
  */
 
@@ -1603,6 +1611,9 @@ __attribute__((format(printf, 6, 7))) static mpt_result mpti_fail_at(mpt_error *
     return code;
 }
 #define MPTI_FAIL(err, code, ...) mpti_fail_at(err, __FILE__, __LINE__, code, 0, __VA_ARGS__)
+#define MPTI_DAMAGED(err, ...) MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, __VA_ARGS__)
+#define MPTI_REFUSED(err, ...) MPTI_FAIL(err, MPT_ERR_UNSUPPORTED, __VA_ARGS__)
+#define MPTI_NO_MEMORY(err, ...) MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, __VA_ARGS__)
 #define MPTI_FAIL_ERRNO(err, code, number, ...) \
     mpti_fail_at(err, __FILE__, __LINE__, code, number, __VA_ARGS__)
 
@@ -1675,6 +1686,8 @@ static mpt_result mpti_report(mpt_ctx *ctx, mpt_result rc) {
     return rc;
 }
 
+#define MPTI_REPORT(ctx, code, ...) mpti_report(ctx, MPTI_FAIL(&(ctx)->error, code, __VA_ARGS__))
+
 MPT_API const mpt_error *mpt_last_error(const mpt_ctx *ctx) {
     static const mpt_error no_context = {MPT_OK, 0, NULL, NULL, 0, "no context", 0};
     return ctx ? &ctx->error : &no_context;
@@ -1690,6 +1703,11 @@ static bool mpti_mul(size_t a, size_t b, size_t *product) {
     *product = a * b;
     return a == 0 || *product / a == b;
 }
+
+static int64_t mpti_min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t mpti_max64(int64_t a, int64_t b) { return a > b ? a : b; }
+static int mpti_min_int(int a, int b) { return a < b ? a : b; }
+static int mpti_max_int(int a, int b) { return a > b ? a : b; }
 
 static void *mpti_alloc_aligned(const mpt_allocator *a, size_t size, size_t align) {
     void *p = NULL;
@@ -1760,8 +1778,8 @@ typedef struct mpti_buffer {
     size_t size, capacity;
 } mpti_buffer;
 
-static bool mpti_buffer_reserve(mpti_buffer *b,
-                                size_t more) { /* false: no memory; b is as it was */
+/* false: no memory; b is as it was */
+static bool mpti_buffer_reserve(mpti_buffer *b, size_t more) {
     size_t need, capacity;
     uint8_t *data;
 
@@ -1936,6 +1954,194 @@ MPT_API size_t mpt_dtype_size(mpt_dtype dtype) {
     case MPT_I64: return 8;
     }
     return 0;
+}
+
+static float mpti_load(mpt_dtype dtype, const void *p, size_t i) {
+    if (dtype == MPT_F32) return ((const float *)p)[i];
+    if (dtype == MPT_F16) return mpt_f16_to_f32(((const uint16_t *)p)[i]);
+    return mpt_bf16_to_f32(((const uint16_t *)p)[i]);
+}
+
+static void mpti_store(mpt_dtype dtype, void *p, size_t i, float v) {
+    if (dtype == MPT_F32) ((float *)p)[i] = v;
+    else if (dtype == MPT_F16) ((uint16_t *)p)[i] = mpt_f32_to_f16(v);
+    else ((uint16_t *)p)[i] = mpt_f32_to_bf16(v);
+}
+
+static bool mpti_is_nan(float x) {
+    return (mpti_f32_bits(x) & 0x7fffffffu) > 0x7f800000u;
+}
+
+/* ---- what a field of a desc may be ----------------------------------------------------------- */
+/* In bits, since -ffast-math lets a compiler take every isfinite() for true. */
+static bool mpti_is_finite(float x) {
+    return (mpti_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
+}
+
+static bool mpti_is_within(float x, float low, float high) {
+    return mpti_is_finite(x) && x >= low && x <= high;
+}
+
+#define MPTI_FLT_MAX 3.402823466e38f
+#define MPTI_TINY 1e-30f         /* "above 0" */
+#define MPTI_ALMOST_1 0.9999999f /* "below 1" */
+
+typedef struct mpti_bound { /* of a field of a desc; a condition is a 1 that must be there */
+    float value, low, high;
+    const char *rule; /* "momentum must be ..." */
+} mpti_bound;
+
+static mpt_result mpti_check_bounds(mpt_error *err, const char *desc, const mpti_bound *bounds,
+                                    size_t count) {
+    size_t i = 0;
+
+    while (i < count && mpti_is_within(bounds[i].value, bounds[i].low, bounds[i].high)) i++;
+    if (i == count) return MPT_OK;
+    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "%s.%s", desc, bounds[i].rule);
+}
+
+#define MPTI_INLINE static inline __attribute__((always_inline))
+
+/* ---- rows of FP16 and BF16 ----------------------------------------------------------------------
+   From a row to FP32 and back; AVX2 and F16C do it eight at a time, with the same bits. */
+static void mpti_widen_plain(mpt_dtype dtype, const void *src, float *dst, size_t count) {
+    const uint16_t *h = (const uint16_t *)src;
+    size_t i;
+
+    if (dtype == MPT_F32) memcpy(dst, src, count * sizeof(float));
+    else if (dtype == MPT_F16)
+        for (i = 0; i < count; i++) dst[i] = mpt_f16_to_f32(h[i]);
+    else
+        for (i = 0; i < count; i++) dst[i] = mpt_bf16_to_f32(h[i]);
+}
+
+static void mpti_narrow_plain(mpt_dtype dtype, const float *src, void *dst, size_t count) {
+    uint16_t *h = (uint16_t *)dst;
+    size_t i;
+
+    if (dtype == MPT_F32) memcpy(dst, src, count * sizeof(float));
+    else if (dtype == MPT_F16)
+        for (i = 0; i < count; i++) h[i] = mpt_f32_to_f16(src[i]);
+    else
+        for (i = 0; i < count; i++) h[i] = mpt_f32_to_bf16(src[i]);
+}
+
+#ifdef MPTI_X86
+#define MPTI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+MPTI_INLINE MPTI_TARGET_AVX2 __m128i mpti_load8_avx2(const uint16_t *p) {
+    return _mm_loadu_si128((const __m128i *)(const void *)p);
+}
+
+MPTI_INLINE MPTI_TARGET_AVX2 void mpti_store8_avx2(uint16_t *p, __m128i eight) {
+    _mm_storeu_si128((__m128i *)(void *)p, eight);
+}
+
+static MPTI_TARGET_AVX2 void mpti_widen_avx2(mpt_dtype dtype, const void *src, float *dst,
+                                             size_t count) {
+    const uint16_t *h = (const uint16_t *)src;
+    size_t i = 0;
+
+    if (dtype == MPT_F16) {
+        for (; i + 8 <= count; i += 8)
+            _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(mpti_load8_avx2(h + i)));
+    } else if (dtype == MPT_BF16) {
+        for (; i + 8 <= count; i += 8) {
+            const __m256i v = _mm256_cvtepu16_epi32(mpti_load8_avx2(h + i));
+            _mm256_storeu_ps(dst + i, _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)));
+        }
+    }
+    mpti_widen_plain(dtype, h + i, dst + i, count - i); /* the rest; of FP32, all */
+}
+
+/* Eight FP32 to BF16 as mpt_f32_to_bf16 does it, each in the lower half of its lane. */
+MPTI_INLINE MPTI_TARGET_AVX2 __m256i mpti_to_bf16_avx2(__m256i u) {
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i magnitude = _mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff));
+    const __m256i is_nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
+    const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+
+    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
+}
+
+static MPTI_TARGET_AVX2 void mpti_narrow_avx2(mpt_dtype dtype, const float *src, void *dst,
+                                              size_t count) {
+    uint16_t *h = (uint16_t *)dst;
+    size_t i = 0;
+
+    if (dtype == MPT_F16) {
+        for (; i + 8 <= count; i += 8)
+            mpti_store8_avx2(h + i, _mm256_cvtps_ph(_mm256_loadu_ps(src + i), 0));
+    } else if (dtype == MPT_BF16) {
+        for (; i + 8 <= count; i += 8) { /* packing is by halves: lanes 0 and 2 count */
+            const __m256i v = mpti_to_bf16_avx2(_mm256_castps_si256(_mm256_loadu_ps(src + i)));
+            const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(v, v), 0x08);
+            mpti_store8_avx2(h + i, _mm256_castsi256_si128(packed));
+        }
+    }
+    mpti_narrow_plain(dtype, src + i, h + i, count - i); /* the rest; of FP32, all */
+}
+
+static bool mpti_has_avx2(void) {
+    unsigned eax, ebx, ecx, edx;
+
+    /* Not every compiler knows the name f16c: CPUID leaf 1, bit 29 of ECX. */
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & 1u << 29)) return false;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+#endif
+
+/* ---- exp and log --------------------------------------------------------------------------------
+   Not libm's, whose last bits differ from one machine to the next. */
+static uint64_t mpti_f64_bits(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+
+static double mpti_f64_from_bits(uint64_t u) {
+    double x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+/* e^x within 1e-11 of itself; 0 below -708, infinity above 709. x = n ln 2 + r with |r| <= ln 2 /
+   2, then Taylor's series to r^10 (the rest is below 3e-13). */
+static double mpti_exp(double x) {
+    static const double inverse[11] = {1.0,         1.0,          1.0 / 2,      1.0 / 6,
+                                       1.0 / 24,    1.0 / 120,    1.0 / 720,    1.0 / 5040,
+                                       1.0 / 40320, 1.0 / 362880, 1.0 / 3628800};
+    const double ln2 = 0.69314718055994530942, infinity = mpti_f64_from_bits(0x7ff0000000000000u);
+    double r, sum = inverse[10];
+    int n, i;
+
+    if ((mpti_f64_bits(x) & 0x7fffffffffffffffu) > 0x7ff0000000000000u) return x; /* NaN */
+    if (x < -708) return 0;
+    if (x > 709) return infinity;
+    n = (int)(x / ln2 + (x < 0 ? -0.5 : 0.5));
+    r = x - n * ln2;
+    for (i = 9; i >= 0; i--) sum = sum * r + inverse[i];
+    return sum * mpti_f64_from_bits((uint64_t)(n + 1023) << 52);
+}
+
+/* Natural logarithm of a normal positive number, within 1e-12 of itself. x = 2^e m with m around 1;
+   log m = 2 (t + t^3/3 + t^5/5 + ..) with t = (m-1)/(m+1), |t| < 0.172, to t^15 (the rest is below
+   1e-14). 0 gives -infinity; infinity and NaN give themselves. */
+static double mpti_ln(double x) {
+    uint64_t u = mpti_f64_bits(x);
+    int e = (int)(u >> 52) - 1023, i;
+    double m, t, sum = 0;
+
+    if (u == 0) return mpti_f64_from_bits(0xfff0000000000000u);
+    if (u >= 0x7ff0000000000000u) return x;
+    m = mpti_f64_from_bits((u & 0xfffffffffffffu) | 0x3ff0000000000000u);
+    if (m > 1.4142135623730951) {
+        m /= 2;
+        e++;
+    }
+    t = (m - 1) / (m + 1);
+    for (i = 15; i >= 1; i -= 2) sum = sum * t * t + 1.0 / i;
+    return e * 0.69314718055994530942 + 2 * t * sum;
 }
 
 /* ---- checksums ----------------------------------------------------------------------------------
@@ -2212,84 +2418,38 @@ static int mpti_num_cores(void) {
 #ifdef MPTRAIN_NO_THREADS
 enum { MPTI_HAVE_THREADS = 0 };
 typedef int mpti_mutex, mpti_cond, mpti_thread;
-static bool mpti_mutex_init(mpti_mutex *m) {
-    *m = 0;
-    return true;
-}
-static void mpti_mutex_destroy(mpti_mutex *m) {
-    (void)m;
-}
-static void mpti_mutex_lock(mpti_mutex *m) {
-    (void)m;
-}
-static void mpti_mutex_unlock(mpti_mutex *m) {
-    (void)m;
-}
-static bool mpti_cond_init(mpti_cond *c) {
-    *c = 0;
-    return true;
-}
-static void mpti_cond_destroy(mpti_cond *c) {
-    (void)c;
-}
-static void mpti_cond_wait(mpti_cond *c, mpti_mutex *m) {
-    (void)c;
-    (void)m;
-}
-static void mpti_cond_wake_all(mpti_cond *c) {
-    (void)c;
-}
-static void mpti_cond_wake_one(mpti_cond *c) {
-    (void)c;
-}
-static int mpti_thread_start(mpti_thread *t, void *(*fn)(void *), void *arg) {
-    *t = 0;
-    (void)fn;
-    (void)arg;
-    return ENOSYS;
-}
-static void mpti_thread_join(mpti_thread t) {
-    (void)t;
-}
+#define MPTI_PTHREAD(object, call) ((void)(object))
 #else
 enum { MPTI_HAVE_THREADS = 1 };
 typedef pthread_mutex_t mpti_mutex;
 typedef pthread_cond_t mpti_cond;
 typedef pthread_t mpti_thread;
-static bool mpti_mutex_init(mpti_mutex *m) {
-    return pthread_mutex_init(m, NULL) == 0;
-}
-static void mpti_mutex_destroy(mpti_mutex *m) {
-    pthread_mutex_destroy(m);
-}
-static void mpti_mutex_lock(mpti_mutex *m) {
-    pthread_mutex_lock(m);
-}
-static void mpti_mutex_unlock(mpti_mutex *m) {
-    pthread_mutex_unlock(m);
-}
-static bool mpti_cond_init(mpti_cond *c) {
-    return pthread_cond_init(c, NULL) == 0;
-}
-static void mpti_cond_destroy(mpti_cond *c) {
-    pthread_cond_destroy(c);
-}
-static void mpti_cond_wait(mpti_cond *c, mpti_mutex *m) {
-    pthread_cond_wait(c, m);
-}
-static void mpti_cond_wake_all(mpti_cond *c) {
-    pthread_cond_broadcast(c);
-}
-static void mpti_cond_wake_one(mpti_cond *c) {
-    pthread_cond_signal(c);
-}
-static int mpti_thread_start(mpti_thread *t, void *(*fn)(void *), void *arg) { /* 0 or an errno */
-    return pthread_create(t, NULL, fn, arg);
-}
-static void mpti_thread_join(mpti_thread t) {
-    pthread_join(t, NULL);
-}
+#define MPTI_PTHREAD(object, call) ((void)(call))
 #endif
+
+static void mpti_mutex_init(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_init(m, NULL)); }
+static void mpti_mutex_destroy(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_destroy(m)); }
+static void mpti_mutex_lock(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_lock(m)); }
+static void mpti_mutex_unlock(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_unlock(m)); }
+static void mpti_cond_init(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_init(c, NULL)); }
+static void mpti_cond_destroy(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_destroy(c)); }
+static void mpti_cond_wake_all(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_broadcast(c)); }
+static void mpti_cond_wake_one(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_signal(c)); }
+static void mpti_thread_join(mpti_thread t) { MPTI_PTHREAD(t, pthread_join(t, NULL)); }
+
+static void mpti_cond_wait(mpti_cond *c, mpti_mutex *m) {
+    (void)m;
+    MPTI_PTHREAD(c, pthread_cond_wait(c, m));
+}
+
+static int mpti_thread_start(mpti_thread *t, void *(*fn)(void *), void *arg) { /* 0 or an errno */
+#ifdef MPTRAIN_NO_THREADS
+    (void)t, (void)fn, (void)arg;
+    return ENOSYS;
+#else
+    return pthread_create(t, NULL, fn, arg);
+#endif
+}
 
 /* The threads behind mpt_parallel_for. A job is a range of chunks; threads take the next chunk
    until none is left. The calling thread works too, so a pool of one has no threads at all. */
@@ -2365,7 +2525,7 @@ static mpt_result mpti_pool_create(const mpt_allocator *allocator, int num_threa
     mpti_pool *p = (mpti_pool *)mpti_calloc(allocator, 1, sizeof *p);
     int number;
 
-    if (!p) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the thread pool");
+    if (!p) return MPTI_NO_MEMORY(err, "no memory for the thread pool");
     p->allocator = *allocator;
     p->num_threads = num_threads - 1;
     mpti_mutex_init(&p->lock);
@@ -2377,7 +2537,7 @@ static mpt_result mpti_pool_create(const mpt_allocator *allocator, int num_threa
         if (!p->threads) {
             p->num_threads = 0;
             mpti_pool_destroy(p);
-            return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for %d threads", num_threads);
+            return MPTI_NO_MEMORY(err, "no memory for %d threads", num_threads);
         }
     }
     while (p->num_started < p->num_threads) {
@@ -2400,9 +2560,8 @@ MPT_API mpt_result mpt_parallel_for(mpt_ctx *ctx, int64_t num_chunks, mpt_chunk_
 
     if (!ctx) return MPT_ERR_INVALID_ARGUMENT;
     if (num_chunks < 0 || !fn) {
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                     "mpt_parallel_for: num_chunks is negative or fn is NULL"));
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "mpt_parallel_for: num_chunks is negative or fn is NULL");
     }
     if (!ctx->pool) {
         rc = mpti_pool_create(&ctx->desc.allocator, ctx->desc.num_threads, &ctx->error, &ctx->pool);
@@ -2655,19 +2814,11 @@ static mpt_result mpti_disk_list(const char *pattern, void (*found)(const char *
 }
 
 MPT_API const mpt_io *mpt_io_files(void) {
-    static const mpt_io files = {mpti_disk_open,
-                                 mpti_disk_read,
-                                 mpti_disk_size,
-                                 mpti_disk_seek,
-                                 mpti_disk_close,
-                                 mpti_disk_list,
-                                 mpti_disk_error,
-                                 mpti_disk_create,
-                                 mpti_disk_write,
-                                 mpti_disk_sync,
-                                 mpti_disk_rename,
-                                 mpti_disk_remove,
-                                 NULL};
+    static const mpt_io files = {
+        mpti_disk_open, mpti_disk_read, mpti_disk_size, mpti_disk_seek, mpti_disk_close,
+        mpti_disk_list, mpti_disk_error, mpti_disk_create, mpti_disk_write, mpti_disk_sync,
+        mpti_disk_rename, mpti_disk_remove, NULL,
+    };
     return &files;
 }
 
@@ -2838,11 +2989,10 @@ static mpt_result mpti_file_load(const mpt_io *io, const char *path, size_t limi
 
     while (rc == MPT_OK && got > 0) {
         if (out->size > limit)
-            rc = MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "%s: larger than the %llu bytes it may have",
-                           mpti_path_tail(path), (unsigned long long)limit);
+            rc = MPTI_DAMAGED(err, "%s: larger than the %llu bytes it may have",
+                              mpti_path_tail(path), (unsigned long long)limit);
         else if (!mpti_buffer_reserve(out, 16 * 1024))
-            rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory to read it",
-                           mpti_path_tail(path));
+            rc = MPTI_NO_MEMORY(err, "%s: no memory to read it", mpti_path_tail(path));
         else
             rc = mpti_file_read_some(&file, err, out->data + out->size, out->capacity - out->size,
                                      &got);
@@ -2906,6 +3056,7 @@ static mpt_result mpti_output_create(mpti_output *o, mpt_error *err) {
 static mpt_result mpti_output_open(const mpt_allocator *allocator, const mpt_io *io,
                                    const char *path, mpt_error *err, mpti_output *o) {
     struct stat status;
+    bool exists;
     mpt_result rc;
 
     memset(o, 0, sizeof *o);
@@ -2918,12 +3069,15 @@ static mpt_result mpti_output_open(const mpt_allocator *allocator, const mpt_io 
     o->temporary_bytes = strlen(path) + 48; /* two numbers of at most 20 digits, 6 more, the end */
     o->temporary = (char *)mpti_alloc(allocator, o->temporary_bytes);
     o->buffer = (uint8_t *)mpti_alloc(allocator, MPTI_OUTPUT_BUFFER);
-    if (io == mpt_io_files() && stat(path, &status) == 0 && S_ISDIR(status.st_mode))
+    exists = io == mpt_io_files() && stat(path, &status) == 0;
+    if (exists && S_ISDIR(status.st_mode))
         rc = mpti_io_fail(err, MPT_ERR_IO, EISDIR, path, "write it", io, NULL); /* not at the end */
-    else if (o->path && o->temporary && o->buffer) rc = mpti_output_create(o, err);
-    else
-        rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory to write it",
+    else if (exists && !S_ISREG(status.st_mode)) /* as root, /dev/null would turn into a file */
+        rc = MPTI_FAIL(err, MPT_ERR_IO,
+                       "%s: can't write it: it is a device or a pipe, which the file would replace",
                        mpti_path_tail(path));
+    else if (o->path && o->temporary && o->buffer) rc = mpti_output_create(o, err);
+    else rc = MPTI_NO_MEMORY(err, "%s: no memory to write it", mpti_path_tail(path));
     if (rc) mpti_output_close(o);
     return rc;
 }
@@ -2992,11 +3146,7 @@ static mpt_result mpti_output_finish(mpti_output *o, mpt_error *err) { /* close 
 }
 
 /* ---- CRC-32C --------------------------------------------------------------------------------- */
-enum {
-    MPTI_CRC32C_TABLE = 0,
-    MPTI_CRC32C_SINGLE,
-    MPTI_CRC32C_TRIPLE
-}; /* 1, 8, 3 x 8 bytes a step */
+enum { MPTI_CRC32C_TABLE, MPTI_CRC32C_SINGLE, MPTI_CRC32C_TRIPLE }; /* 1, 8, 3 x 8 bytes a step */
 
 #if defined(__x86_64__)
 static uint64_t mpti_crc32c_word(const uint8_t *p) { /* in memory order, which is the CRC's */
@@ -3121,19 +3271,18 @@ typedef struct mpti_block {
     const mpt_allocator *allocator;
 } mpti_block;
 
-static mpti_block *mpti_block_create(const mpt_allocator *allocator,
-                                     size_t capacity) { /* or NULL */
+static mpti_block *mpti_block_create(const mpt_allocator *a, size_t capacity) { /* or NULL */
     mpti_block *b;
     size_t bytes;
 
     if (!mpti_add(capacity, sizeof *b, &bytes)) return NULL;
-    b = (mpti_block *)mpti_alloc(allocator, bytes);
+    b = (mpti_block *)mpti_alloc(a, bytes);
     if (!b) return NULL;
     b->references = 1;
     b->bytes = bytes;
     b->capacity = capacity;
     b->data = (uint8_t *)(b + 1);
-    b->allocator = allocator;
+    b->allocator = a;
     return b;
 }
 
@@ -3206,8 +3355,8 @@ static mpt_result mpti_zlib_open(const mpt_allocator *allocator, mpt_compression
     }
     if (code != Z_OK) {
         mpti_zlib_close(s);
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for %s", mpti_path_tail(path),
-                         mpti_compression_name(kind));
+        return MPTI_NO_MEMORY(err, "%s: no memory for %s", mpti_path_tail(path),
+                              mpti_compression_name(kind));
     }
     s->opened = true;
     s->block = block;
@@ -3231,15 +3380,13 @@ static mpt_result mpti_zlib_read(mpti_zlib *s, mpti_file *file, const char *wher
             if (rc) return rc;
             if (n == 0 && s->between) return MPT_OK;
             if (n == 0)
-                return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                                 "%s: the %s stream ends in the middle; the file is cut", where,
-                                 name);
+                return MPTI_DAMAGED(err, "%s: the %s stream ends in the middle; the file is cut",
+                                    where, name);
             s->z.next_in = s->block->data;
             s->z.avail_in = (uInt)n;
         }
         if (s->between && s->kind == MPT_COMPRESSION_ZLIB)
-            return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                             "%s: the file goes on behind the zlib stream", where);
+            return MPTI_DAMAGED(err, "%s: the file goes on behind the zlib stream", where);
         if (s->between)
             inflateReset(&s->z); /* gzip: the next member, whose header inflate checks */
         s->later_member |= s->between;
@@ -3251,8 +3398,7 @@ static mpt_result mpti_zlib_read(mpti_zlib *s, mpti_file *file, const char *wher
         s->between = code == Z_STREAM_END;
         if (*got > 0) return MPT_OK; /* what came before a fault is good; the fault comes again */
         if (code == Z_OK || code == Z_STREAM_END || code == Z_BUF_ERROR) continue;
-        if (code == Z_MEM_ERROR)
-            return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for %s", where, name);
+        if (code == Z_MEM_ERROR) return MPTI_NO_MEMORY(err, "%s: no memory for %s", where, name);
         rc = MPTI_FAIL_ERRNO(err, MPT_ERR_CORRUPT_DATA, code,
                              "%s: the %s stream is damaged (zlib: %s)%s", where, name,
                              s->z.msg ? s->z.msg : "it needs a dictionary",
@@ -3291,10 +3437,8 @@ static mpt_result mpti_zlib_open(const mpt_allocator *allocator, mpt_compression
                                  const char *path, mpti_block *block, mpt_error *err,
                                  mpti_zlib **out) {
     (void)allocator, (void)level, (void)block, (void)out;
-    return MPTI_FAIL(
-        err, MPT_ERR_UNSUPPORTED,
-        "%s: %s compression needs a program built with -DMPTRAIN_ZLIB and -lz",
-        mpti_path_tail(path), mpti_compression_name(kind));
+    return MPTI_REFUSED(err, "%s: %s compression needs a program built with -DMPTRAIN_ZLIB and -lz",
+                        mpti_path_tail(path), mpti_compression_name(kind));
 }
 #endif
 
@@ -3363,8 +3507,8 @@ static const char *mpti_tfrecord_where(const mpt_tfrecord *f, char text[256]) {
 }
 
 static mpt_result mpti_tfrecord_no_memory(mpt_tfrecord *f, size_t bytes) {
-    return MPTI_FAIL(&f->error, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for a block of %llu bytes",
-                     mpti_path_tail(f->path), (unsigned long long)bytes);
+    return MPTI_NO_MEMORY(&f->error, "%s: no memory for a block of %llu bytes",
+                          mpti_path_tail(f->path), (unsigned long long)bytes);
 }
 
 /* At least one byte of the (decompressed) file; *got = 0: the end. */
@@ -3455,10 +3599,10 @@ static mpt_result mpti_tfrecord_cut(mpt_tfrecord *f, uint64_t have, uint64_t nee
                                     const char *part) {
     char where[256];
 
-    return MPTI_FAIL(&f->error, MPT_ERR_CORRUPT_DATA,
-                     "%s: the file is cut: it ends inside the %s, %llu of %llu bytes are missing",
-                     mpti_tfrecord_where(f, where), part, (unsigned long long)(need - have),
-                     (unsigned long long)need);
+    return MPTI_DAMAGED(
+        &f->error, "%s: the file is cut: it ends inside the %s, %llu of %llu bytes are missing",
+        mpti_tfrecord_where(f, where), part, (unsigned long long)(need - have),
+        (unsigned long long)need);
 }
 
 /* Passes over the record that begins here, whose header has been checked. Its last four bytes are
@@ -3516,13 +3660,13 @@ static mpt_result mpti_tfrecord_bad_length(mpt_tfrecord *f, const uint8_t *head)
 
     mpti_tfrecord_where(f, where);
     if (f->record > 0)
-        return MPTI_FAIL(
-            &f->error, MPT_ERR_CORRUPT_DATA,
+        return MPTI_DAMAGED(
+            &f->error,
             "%s: length checksum is wrong (stored %08x, computed %08x); where the next "
             "record begins is not known",
             where, stored, computed);
-    return MPTI_FAIL(
-        &f->error, MPT_ERR_CORRUPT_DATA,
+    return MPTI_DAMAGED(
+        &f->error,
         "%s: length checksum is wrong (stored %08x, computed %08x; the first bytes are "
         "%02x %02x %02x %02x %02x %02x %02x %02x): damaged, or no TFRecord file%s",
         where, stored, computed, head[0], head[1], head[2], head[3], head[4], head[5], head[6],
@@ -3555,17 +3699,16 @@ static mpt_result mpti_tfrecord_header(mpt_tfrecord *f) {
     length = mpti_load_u64(head);
     f->position.size = length;
     if (length > (uint64_t)INT64_MAX - MPTI_FRAME_BYTES - f->offset)
-        return MPTI_FAIL(&f->error, MPT_ERR_CORRUPT_DATA,
-                         "%s: its length of %llu bytes is more than a file holds",
-                         mpti_tfrecord_where(f, where), (unsigned long long)length);
+        return MPTI_DAMAGED(&f->error, "%s: its length of %llu bytes is more than a file holds",
+                            mpti_tfrecord_where(f, where), (unsigned long long)length);
     bytes = length + MPTI_FRAME_BYTES;
     if (mpti_tfrecord_left(f) < bytes) mpti_file_measure(&f->file); /* it may have grown */
     if (mpti_tfrecord_left(f) < bytes)
         return mpti_tfrecord_cut(f, mpti_tfrecord_left(f), bytes, "record");
     if (length > f->desc.max_record_bytes || length > SIZE_MAX - MPTI_FRAME_BYTES) {
         f->skip_pending = f->resync = true;
-        return MPTI_FAIL(
-            &f->error, MPT_ERR_CORRUPT_DATA,
+        return MPTI_DAMAGED(
+            &f->error,
             "%s: its %llu bytes are more than max_record_bytes (%llu): raise it if they are "
             "meant to be",
             mpti_tfrecord_where(f, where), (unsigned long long)length,
@@ -3596,8 +3739,8 @@ static mpt_result mpti_tfrecord_payload(mpt_tfrecord *f, mpti_record *out) {
     computed = mpti_masked_crc32c(out->payload.data, length);
     if (stored == computed) return MPT_OK;
     f->resync = true;
-    return MPTI_FAIL(
-        &f->error, MPT_ERR_CORRUPT_DATA,
+    return MPTI_DAMAGED(
+        &f->error,
         "%s: payload checksum is wrong (stored %08x, computed %08x); the file is damaged here",
         mpti_tfrecord_where(f, where), stored, computed);
 }
@@ -3706,7 +3849,7 @@ static mpt_result mpti_tfrecord_open_sized(const mpt_allocator *allocator,
 
     if (rc) return rc;
     f = (mpt_tfrecord *)mpti_calloc(allocator, 1, sizeof *f);
-    if (!f) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a reader");
+    if (!f) return MPTI_NO_MEMORY(err, "no memory for a reader");
     f->allocator = allocator;
     f->desc = resolved;
     f->block_bytes = f->ask = block_bytes;
@@ -3714,7 +3857,7 @@ static mpt_result mpti_tfrecord_open_sized(const mpt_allocator *allocator,
     f->path = mpti_strdup(allocator, resolved.path);
     f->desc.path = f->path;
     rc = f->path ? mpti_file_open(resolved.io, f->path, &f->error, &f->file)
-                 : MPTI_FAIL(&f->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a path");
+                 : MPTI_NO_MEMORY(&f->error, "no memory for a path");
     if (rc == MPT_OK) rc = mpti_tfrecord_start(f);
     if (rc == MPT_OK) {
         *out = f;
@@ -3736,17 +3879,16 @@ static mpt_result mpti_tfrecord_seek(mpt_tfrecord *f, mpt_error *err, int64_t re
     mpt_result rc = MPT_OK;
 
     if (f->zlib)
-        return MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                         "%s: a file compressed with %s can't be sought in",
-                         mpti_path_tail(f->path), mpti_compression_name(f->compression));
+        return MPTI_REFUSED(err, "%s: a file compressed with %s can't be sought in",
+                            mpti_path_tail(f->path), mpti_compression_name(f->compression));
     if (record < 0)
         return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_tfrecord_seek: record is negative");
     if (f->file.size >= 0 && offset > (uint64_t)f->file.size)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                         "%s: no record %lld at offset %llu: the file has %lld bytes: has it "
-                         "changed since its index was made?",
-                         mpti_path_tail(f->path), (long long)record, (unsigned long long)offset,
-                         (long long)f->file.size);
+        return MPTI_DAMAGED(err,
+                            "%s: no record %lld at offset %llu: the file has %lld bytes: has it "
+                            "changed since its index was made?",
+                            mpti_path_tail(f->path), (long long)record, (unsigned long long)offset,
+                            (long long)f->file.size);
     rc = mpti_tfrecord_jump(f, offset);
     if (rc) {
         if (err) *err = f->error;
@@ -3775,9 +3917,9 @@ static mpt_result mpti_tfrecord_skip(mpt_tfrecord *f) {
 
     if (f->num_bad == f->desc.max_bad_records) {
         f->failed = true;
-        return MPTI_FAIL(&f->error, MPT_ERR_CORRUPT_DATA,
-                         "more bad records than max_bad_records (%lld); the last: %.300s",
-                         (long long)f->desc.max_bad_records, cause.message);
+        return MPTI_DAMAGED(&f->error,
+                            "more bad records than max_bad_records (%lld); the last: %.300s",
+                            (long long)f->desc.max_bad_records, cause.message);
     }
     f->num_bad++;
     f->left_out = !f->resync || f->desc.on_bad_record == MPT_BAD_RECORD_SKIP_FILE;
@@ -3876,7 +4018,7 @@ static mpt_result mpti_writer_open(mpt_ctx *ctx, const mpt_tfrecord_writer_desc 
     w->max_record_bytes = desc->max_record_bytes ? desc->max_record_bytes : (uint64_t)1 << 30;
     if (desc->compression != MPT_COMPRESSION_NONE) {
         block = mpti_block_create(allocator, MPTI_OUTPUT_BUFFER);
-        if (!block) return MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a block");
+        if (!block) return MPTI_NO_MEMORY(&ctx->error, "no memory for a block");
         rc = mpti_zlib_open(allocator, desc->compression, level, desc->path, block, &ctx->error,
                             &w->zlib);
         if (rc) mpti_block_release(block);
@@ -3901,12 +4043,9 @@ MPT_API mpt_result mpt_tfrecord_writer_open(mpt_ctx *ctx, const mpt_tfrecord_wri
                 ? "compression_level is not 0 to 9"
                 : NULL;
     if (wrong)
-        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                          "mpt_tfrecord_writer_desc.%s", wrong));
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT, "mpt_tfrecord_writer_desc.%s", wrong);
     w = (mpt_tfrecord_writer *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *w);
-    if (!w)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer"));
+    if (!w) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer");
     rc = mpti_writer_open(ctx, desc, w);
     if (rc) mpt_tfrecord_writer_close(w);
     else *out = w;
@@ -3927,12 +4066,11 @@ MPT_API mpt_result mpt_tfrecord_writer_write(mpt_tfrecord_writer *w, mpt_bytes r
     rc = mpti_writer_check_open(w);
     if (rc) return mpti_report(w->ctx, rc);
     if (record.size > w->max_record_bytes)
-        return mpti_report(
-            w->ctx,
-            MPTI_FAIL(&w->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                      "%s: record %lld: its %llu bytes are more than max_record_bytes (%llu)",
-                      mpti_path_tail(w->output.path), (long long)w->record,
-                      (unsigned long long)record.size, (unsigned long long)w->max_record_bytes));
+        return MPTI_REPORT(w->ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "%s: record %lld: its %llu bytes are more than max_record_bytes (%llu)",
+                           mpti_path_tail(w->output.path), (long long)w->record,
+                           (unsigned long long)record.size,
+                           (unsigned long long)w->max_record_bytes);
     mpti_store_u64(head, record.size);
     mpti_store_u32(head + 8, mpti_masked_crc32c(head, 8));
     mpti_store_u32(foot, mpti_masked_crc32c(record.data, record.size));
@@ -3974,8 +4112,7 @@ static void mpti_index_destroy(const mpt_allocator *allocator, mpt_tfrecord_inde
 static mpt_result mpti_index_add(mpti_index *index, const mpt_tfrecord *f, uint64_t offset,
                                  mpt_error *err) {
     if (!mpti_buffer_append(&index->offsets, &offset, sizeof offset))
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for its index",
-                         mpti_path_tail(f->path));
+        return MPTI_NO_MEMORY(err, "%s: no memory for its index", mpti_path_tail(f->path));
     index->view.offsets = (const uint64_t *)(const void *)index->offsets.data;
     index->view.num_records = (int64_t)(index->offsets.size / sizeof offset) - 1;
     return MPT_OK;
@@ -4023,8 +4160,8 @@ static mpt_result mpti_index_parse(mpti_index *index, const mpt_tfrecord *f, con
         if (good && p < end && *p == '\r') p++;
         if (good && p < end) good = *p++ == '\n';
         if (!good || offset != expected || size < MPTI_FRAME_BYTES || size > UINT64_MAX - offset)
-            return MPTI_FAIL(
-                err, MPT_ERR_CORRUPT_DATA,
+            return MPTI_DAMAGED(
+                err,
                 "%s: line %lld: a line \"offset size\" that begins at %llu is expected: make the "
                 "index anew",
                 mpti_path_tail(path), (long long)line, (unsigned long long)expected);
@@ -4064,11 +4201,11 @@ static mpt_result mpti_index_check(const mpt_tfrecord_index *index, mpt_tfrecord
         if (err) *err = f->error;
         return rc;
     }
-    return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                     "%s: it does not fit its file (%lld records, %llu bytes): the file was "
-                     "changed; make the index anew",
-                     mpti_path_tail(path), (long long)num_records,
-                     (unsigned long long)offsets[num_records]);
+    return MPTI_DAMAGED(err,
+                        "%s: it does not fit its file (%lld records, %llu bytes): the file was "
+                        "changed; make the index anew",
+                        mpti_path_tail(path), (long long)num_records,
+                        (unsigned long long)offsets[num_records]);
 }
 
 static mpt_result mpti_index_read(mpti_index *index, mpt_tfrecord *f, mpt_error *err) {
@@ -4078,7 +4215,7 @@ static mpt_result mpti_index_read(mpti_index *index, mpt_tfrecord *f, mpt_error 
     mpti_buffer text = {allocator, NULL, 0, 0};
     mpt_result rc;
 
-    if (!path) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a path");
+    if (!path) return MPTI_NO_MEMORY(err, "no memory for a path");
     snprintf(path, path_bytes, "%s.idx", f->path);
     /* a line has at most 42 characters, a record at least 16 bytes */
     if (f->file.size >= 0 && (uint64_t)f->file.size < limit / 3)
@@ -4097,13 +4234,12 @@ static mpt_result mpti_index_make(const mpt_allocator *allocator, const mpt_tfre
     mpt_tfrecord *f = NULL;
     mpt_result rc;
 
-    if (!index) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for an index");
+    if (!index) return MPTI_NO_MEMORY(err, "no memory for an index");
     index->allocator = index->offsets.allocator = allocator;
     rc = mpti_tfrecord_open_sized(allocator, desc, MPTI_WALK_BLOCK_BYTES, err, &f);
     if (rc == MPT_OK && f->zlib)
-        rc = MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                       "%s: a file compressed with %s can't have an index", mpti_path_tail(f->path),
-                       mpti_compression_name(f->compression));
+        rc = MPTI_REFUSED(err, "%s: a file compressed with %s can't have an index",
+                          mpti_path_tail(f->path), mpti_compression_name(f->compression));
     if (rc == MPT_OK) rc = load ? mpti_index_read(index, f, err) : mpti_index_walk(index, f, err);
     mpt_tfrecord_close(f);
     if (rc) {
@@ -4147,8 +4283,7 @@ MPT_API mpt_result mpt_tfrecord_index_save(mpt_ctx *ctx, const mpt_tfrecord_inde
 
     if (!ctx) return MPT_ERR_INVALID_ARGUMENT;
     if (!index || !path || index->num_records < 0)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_ARGUMENT, "no index or no path"));
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT, "no index or no path");
     rc = mpti_output_open(&ctx->desc.allocator, io ? io : mpt_io_files(), path, &ctx->error,
                           &output);
     if (rc) return mpti_report(ctx, rc);
@@ -4207,6 +4342,7 @@ typedef struct mpti_wire {
 } mpti_wire;
 
 typedef struct mpti_tag {
+    const uint8_t *at; /* where it stands */
     uint32_t field;
     int type;
 } mpti_tag;
@@ -4232,11 +4368,11 @@ static bool mpti_wire_varint(mpti_wire *w, int max_bytes, uint64_t *out) {
 }
 
 static bool mpti_wire_tag(mpti_wire *w, mpti_tag *tag) {
-    const uint8_t *at = w->p;
     uint64_t value;
 
+    tag->at = w->p;
     if (!mpti_wire_varint(w, 5, &value)) return false;
-    if (value > UINT32_MAX) return mpti_wire_fail(w, at, "a field number is too large");
+    if (value > UINT32_MAX) return mpti_wire_fail(w, tag->at, "a field number is too large");
     tag->field = (uint32_t)value >> 3;
     tag->type = (int)(value & 7);
     return true;
@@ -4244,10 +4380,8 @@ static bool mpti_wire_tag(mpti_wire *w, mpti_tag *tag) {
 
 /* The tag of a field of a message, where number 0 is forbidden; in unknown groups upb allows it. */
 static bool mpti_wire_field(mpti_wire *w, mpti_tag *tag) {
-    const uint8_t *at = w->p;
-
     if (!mpti_wire_tag(w, tag)) return false;
-    return tag->field > 0 || mpti_wire_fail(w, at, "a field has number 0");
+    return tag->field > 0 || mpti_wire_fail(w, tag->at, "a field has number 0");
 }
 
 /* A value of type BYTES, as a (sub)message of its own. */
@@ -4301,6 +4435,18 @@ static bool mpti_wire_skip(mpti_wire *w, mpti_tag tag) {
         if (level == 0) return true;
         if (!mpti_wire_tag(w, &tag)) return false;
     }
+}
+
+/* Goes on to the next field of type BYTES with a number up to `last`, whose value *sub is; passes
+   over all others. MPT_END: the message has no more. */
+static mpt_result mpti_wire_next(mpti_wire *w, uint32_t last, mpti_tag *tag, mpti_wire *sub) {
+    while (w->p < w->end) {
+        if (!mpti_wire_field(w, tag)) return MPT_ERR_CORRUPT_DATA;
+        if (tag->type == MPTI_WIRE_BYTES && tag->field <= last)
+            return mpti_wire_sub(w, sub) ? MPT_OK : MPT_ERR_CORRUPT_DATA;
+        if (!mpti_wire_skip(w, *tag)) return MPT_ERR_CORRUPT_DATA;
+    }
+    return MPT_END;
 }
 
 /* Well-formed UTF-8, as table 3-7 of the Unicode standard has it. */
@@ -4402,18 +4548,14 @@ static bool mpti_values_list(mpti_wire *w, mpti_values *v) {
 static bool mpti_values_feature(mpti_wire *w, mpti_values *v) {
     mpti_wire list;
     mpti_tag tag;
+    mpt_result rc;
 
-    while (w->p < w->end) {
-        if (!mpti_wire_field(w, &tag)) return false;
-        if (tag.type != MPTI_WIRE_BYTES || tag.field > MPT_FEATURE_INT64) {
-            if (!mpti_wire_skip(w, tag)) return false;
-            continue;
-        }
+    while ((rc = mpti_wire_next(w, MPT_FEATURE_INT64, &tag, &list)) == MPT_OK) {
         if (v->kind != (mpt_feature_kind)tag.field) v->count = 0;
         v->kind = (mpt_feature_kind)tag.field; /* fields and kinds have the same numbers */
-        if (!mpti_wire_sub(w, &list) || !mpti_values_list(&list, v)) return false;
+        if (!mpti_values_list(&list, v)) return false;
     }
-    return true;
+    return rc == MPT_END;
 }
 
 /* Fields that a map entry should not have are passed over, as protobuf's C++, which TensorFlow
@@ -4422,25 +4564,19 @@ static bool mpti_values_feature(mpti_wire *w, mpti_values *v) {
 static bool mpti_values_entry(mpti_wire *w, mpti_values *v, mpt_bytes *key) {
     mpti_wire sub;
     mpti_tag tag;
+    mpt_result rc;
 
     key->data = w->p; /* no key is an empty key */
     key->size = 0;
-    while (w->p < w->end) {
-        const uint8_t *at = w->p;
-
-        if (!mpti_wire_field(w, &tag)) return false;
-        if (tag.type != MPTI_WIRE_BYTES || tag.field > 2) {
-            if (!mpti_wire_skip(w, tag)) return false;
-            continue;
-        }
-        if (!mpti_wire_sub(w, &sub)) return false;
+    while ((rc = mpti_wire_next(w, 2, &tag, &sub)) == MPT_OK) {
         if (tag.field == 2 && !mpti_values_feature(&sub, v)) return false;
         if (tag.field == 2) continue;
         key->data = sub.p;
         key->size = (size_t)(sub.end - sub.p);
-        if (!mpti_utf8_is_valid(*key)) return mpti_wire_fail(w, at, "a feature's name is no UTF-8");
+        if (!mpti_utf8_is_valid(*key))
+            return mpti_wire_fail(w, tag.at, "a feature's name is no UTF-8");
     }
-    return true;
+    return rc == MPT_END;
 }
 
 static mpti_wire mpti_wire_of(mpt_bytes message, mpti_parse_error *error) {
@@ -4457,39 +4593,24 @@ static mpti_wire mpti_wire_of(mpt_bytes message, mpti_parse_error *error) {
 
 /* The next map entry of a Features message. MPT_END: no more. */
 static mpt_result mpti_features_next(mpti_wire *features, mpt_feature *out) {
+    mpti_values v = {MPT_FEATURE_NONE, MPT_FEATURE_NONE, 0, 0, 0, NULL};
     mpti_wire entry;
     mpti_tag tag;
+    mpt_result rc = mpti_wire_next(features, 1, &tag, &entry);
 
-    while (features->p < features->end) {
-        mpti_values v = {MPT_FEATURE_NONE, MPT_FEATURE_NONE, 0, 0, 0, NULL};
-
-        if (!mpti_wire_field(features, &tag)) return MPT_ERR_CORRUPT_DATA;
-        if (tag.field != 1 || tag.type != MPTI_WIRE_BYTES) {
-            if (!mpti_wire_skip(features, tag)) return MPT_ERR_CORRUPT_DATA;
-            continue;
-        }
-        if (!mpti_wire_sub(features, &entry)) return MPT_ERR_CORRUPT_DATA;
-        out->entry.data = entry.p;
-        out->entry.size = (size_t)(entry.end - entry.p);
-        if (!mpti_values_entry(&entry, &v, &out->name)) return MPT_ERR_CORRUPT_DATA;
-        out->kind = v.kind;
-        out->count = v.count;
-        return MPT_OK;
-    }
-    return MPT_END;
+    if (rc != MPT_OK) return rc;
+    out->entry.data = entry.p;
+    out->entry.size = (size_t)(entry.end - entry.p);
+    if (!mpti_values_entry(&entry, &v, &out->name)) return MPT_ERR_CORRUPT_DATA;
+    out->kind = v.kind;
+    out->count = v.count;
+    return MPT_OK;
 }
 
 /* The next Features message of an Example; there may be several, whose entries add up. */
 static mpt_result mpti_example_features(mpti_wire *w, mpti_wire *features) {
     mpti_tag tag;
-
-    while (w->p < w->end) {
-        if (!mpti_wire_field(w, &tag)) return MPT_ERR_CORRUPT_DATA;
-        if (tag.field == 1 && tag.type == MPTI_WIRE_BYTES)
-            return mpti_wire_sub(w, features) ? MPT_OK : MPT_ERR_CORRUPT_DATA;
-        if (!mpti_wire_skip(w, tag)) return MPT_ERR_CORRUPT_DATA;
-    }
-    return MPT_END;
+    return mpti_wire_next(w, 1, &tag, features);
 }
 
 /* Finds n features by name in one pass that checks the whole Example. Of entries with the same name
@@ -4533,9 +4654,9 @@ MPT_API mpt_result mpt_example_check(mpt_ctx *ctx, mpt_bytes example) {
     mpt_result rc = mpti_example_scan(example, NULL, 0, NULL, &error);
 
     if (rc == MPT_OK || !ctx) return rc;
-    return mpti_report(ctx, MPTI_FAIL(&ctx->error, rc, "not a tf.Example: byte %llu of %llu: %s",
-                                      (unsigned long long)error.offset,
-                                      (unsigned long long)example.size, error.cause));
+    return MPTI_REPORT(ctx, rc, "not a tf.Example: byte %llu of %llu: %s",
+                       (unsigned long long)error.offset, (unsigned long long)example.size,
+                       error.cause);
 }
 
 MPT_API mpt_result mpt_example_feature(mpt_bytes example, const char *name, mpt_feature *out) {
@@ -4655,9 +4776,7 @@ MPT_API mpt_result mpt_example_create(mpt_ctx *ctx, mpt_example **out) {
     if (!ctx || !out) return MPT_ERR_INVALID_ARGUMENT;
     *out = NULL;
     e = (mpt_example *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *e);
-    if (!e)
-        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                          "no memory for an Example"));
+    if (!e) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for an Example");
     e->ctx = ctx;
     e->buffer.allocator = &ctx->desc.allocator;
     *out = e;
@@ -4713,8 +4832,7 @@ static mpt_result mpti_example_begin(mpt_example *e, const char *name, mpt_featu
         return MPTI_FAIL(&e->ctx->error, MPT_ERR_INVALID_ARGUMENT, "feature \"%.100s\": %s", name,
                          wrong);
     if (!mpti_buffer_reserve(&e->buffer, (size_t)total + MPTI_EXAMPLE_ROOM))
-        return MPTI_FAIL(&e->ctx->error, MPT_ERR_OUT_OF_MEMORY, "feature \"%.100s\": no memory",
-                         name);
+        return MPTI_NO_MEMORY(&e->ctx->error, "feature \"%.100s\": no memory", name);
     if (e->buffer.size == 0) e->buffer.size = MPTI_EXAMPLE_ROOM;
     p = mpti_wire_put(e->buffer.data + e->buffer.size, 1, entry);
     p = mpti_wire_put(p, 1, key.size);
@@ -4907,9 +5025,6 @@ static void *mpti_stb_realloc(void *p, size_t old_size, size_t size) {
 #endif
 
 /* ---- pictures: what the bytes are ------------------------------------------------------------ */
-#define MPTI_DAMAGED(err, ...) MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, __VA_ARGS__)
-#define MPTI_REFUSED(err, ...) MPTI_FAIL(err, MPT_ERR_UNSUPPORTED, __VA_ARGS__)
-
 static uint32_t mpti_load_uint(const uint8_t *p, int bytes, bool big_endian) {
     uint32_t v = 0;
     int i;
@@ -5524,8 +5639,7 @@ static mpt_result mpti_image_unpack(const mpt_allocator *allocator, mpt_bytes en
     out->height = h;
     out->channels = desc->channels;
     if (out->pixels && !feed.fault && w == info->width && h == info->height) return MPT_OK;
-    if (!out->pixels && out_of_memory)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to decode a picture");
+    if (!out->pixels && out_of_memory) return MPTI_NO_MEMORY(err, "no memory to decode a picture");
     if (feed.fault) return MPTI_DAMAGED(err, "%s", feed.fault);
     return MPTI_DAMAGED(err, "%s: the compressed data are damaged",
                         mpt_image_format_string(info->format));
@@ -5553,7 +5667,7 @@ static mpt_result mpti_image_orient(const mpt_allocator *allocator, int orientat
     uint8_t *turned = (uint8_t *)mpti_sized_alloc(allocator, (size_t)w * (size_t)h * c);
     uint8_t *to = turned;
 
-    if (!turned) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to turn a picture");
+    if (!turned) return MPTI_NO_MEMORY(err, "no memory to turn a picture");
     image->width = swap ? h : w;
     image->height = swap ? w : h;
     for (y = 0; y < image->height; y++) {
@@ -5706,7 +5820,7 @@ static mpt_result mpti_bmp_decode(const mpt_allocator *allocator, mpt_bytes enco
     out->channels = desc->channels;
     bytes = (size_t)(info.width * info.height * desc->channels); /* the rows in the file limit it */
     out->pixels = to = (uint8_t *)mpti_sized_alloc(allocator, bytes);
-    if (!to) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to decode a picture");
+    if (!to) return MPTI_NO_MEMORY(err, "no memory to decode a picture");
     for (y = 0; y < info.height; y++) {
         int64_t line = bmp.top_down ? y : info.height - 1 - y;
         for (x = 0; x < info.width; x++, to += desc->channels) {
@@ -5951,7 +6065,7 @@ static mpt_result mpti_image_resample(const mpt_allocator *allocator, const mpt_
     words = ay.max_weights + (ax.max_weights + 2) * (size_t)out_w;
     bytes = words * 4 + stride;
     wy = (uint32_t *)mpti_alloc(allocator, bytes);
-    if (!wy) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to resize a picture");
+    if (!wy) return MPTI_NO_MEMORY(err, "no memory to resize a picture");
     wx = wy + ay.max_weights;
     spans = (int *)(wx + ax.max_weights * (size_t)out_w);
     row = (uint8_t *)(wy + words);
@@ -6137,11 +6251,7 @@ typedef struct mpti_item {
     mpti_bad *bad;
 } mpti_item;
 
-typedef enum mpti_sample_state {
-    MPTI_SAMPLE_DEALT = 0,
-    MPTI_SAMPLE_DECODING,
-    MPTI_SAMPLE_READY
-} mpti_sample_state;
+typedef enum { MPTI_SAMPLE_DEALT, MPTI_SAMPLE_DECODING, MPTI_SAMPLE_READY } mpti_sample_state;
 
 typedef struct mpti_sample {
     mpti_item item;
@@ -6158,8 +6268,7 @@ typedef struct mpti_segment {
     int stride, phase;    /* keep records with record % stride == phase */
 } mpti_segment;
 
-/* A segment being read. One worker at a time reads ahead into the queue; the merge takes
-   from it. */
+/* A segment being read: one worker at a time reads ahead into the queue, the merge takes from it */
 typedef struct mpti_stream {
     int segment; /* number in the lane's list; -1: none */
     mpt_tfrecord *reader;
@@ -6259,6 +6368,8 @@ struct mpt_loader {
 };
 
 /* An array that lives as long as the loader, zeroed. Sets *ok to false when there is no memory. */
+#define MPTI_LOADER_ARRAY(ld, type, count, ok) \
+    ((type *)mpti_loader_array(ld, count, sizeof(type), ok))
 static void *mpti_loader_array(mpt_loader *ld, int64_t count, size_t size, bool *ok) {
     mpti_owned owned;
 
@@ -6384,8 +6495,7 @@ static mpt_result mpti_loader_list_one(mpt_loader *ld, const char *pattern, mpt_
         }
     }
     if (rc) return rc;
-    if (l.out_of_memory)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the list of files");
+    if (l.out_of_memory) return MPTI_NO_MEMORY(err, "no memory for the list of files");
     if (l.found == 0 && l.skipped > 0)
         return MPTI_FAIL(err, MPT_ERR_IO,
                          "%s: none of its %d files is named like a TFRecord shard (*tfrecord*, "
@@ -6453,8 +6563,8 @@ static mpt_result mpti_loader_list(mpt_loader *ld, mpt_error *err) {
         if (rc) return rc;
     }
     if (ld->num_files >= MPTI_MAX_FILES)
-        return MPTI_FAIL(err, MPT_ERR_UNSUPPORTED, "%d files: at most %d, merge some",
-                         ld->num_files, MPTI_MAX_FILES - 1);
+        return MPTI_REFUSED(err, "%d files: at most %d, merge some", ld->num_files,
+                            MPTI_MAX_FILES - 1);
     qsort(ld->files, (size_t)ld->num_files, sizeof *ld->files, mpti_compare_names);
     for (i = 1; i < ld->num_files; i++)
         if (!strcmp(ld->files[i - 1], ld->files[i]))
@@ -6576,7 +6686,7 @@ static mpt_result mpti_loader_read_dataset_info(mpt_loader *ld, mpt_error *err) 
     rc = mpti_file_load(ld->desc.io, path, 16u << 20, err, &text);
     if (rc) goto done;
     lengths = (int64_t *)mpti_calloc(&ld->allocator, (size_t)ld->num_files, sizeof *lengths);
-    if (!lengths) rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the shard lengths");
+    if (!lengths) rc = MPTI_NO_MEMORY(err, "no memory for the shard lengths");
     if (!lengths) goto done;
     memset(&j, 0, sizeof j);
     j.p = (const char *)text.data;
@@ -6599,8 +6709,7 @@ done:
     return rc == MPT_ERR_OUT_OF_MEMORY ? rc : MPT_OK;
 }
 
-static bool mpti_loader_sum_counts(const mpt_loader *ld,
-                                   int64_t *sum) { /* false: not all are known */
+static bool mpti_loader_sum_counts(const mpt_loader *ld, int64_t *sum) { /* false: unknown */
     int i;
 
     *sum = 0;
@@ -6630,8 +6739,7 @@ static mpt_result mpti_loader_measure(mpt_loader *ld, int64_t *bytes, mpt_error 
 }
 
 static mpt_result mpti_loader_count(mpt_loader *ld, int64_t record_bytes, mpt_error *err) {
-    const int64_t scan_limit = 256
-                               << 20; /* bytes whose headers are walked in well under a second */
+    const int64_t scan_limit = 256 << 20; /* bytes: the headers take well under a second */
     int64_t bytes = 0, sum;
     bool scan = mpti_loader_deals_records(ld);
     mpt_result rc;
@@ -6672,8 +6780,7 @@ static mpt_result mpti_loader_set_keys(mpt_loader *ld, const char *image_key, co
                                        mpt_error *err) {
     ld->image_key = mpti_strdup(&ld->allocator, image_key);
     ld->label_key = mpti_strdup(&ld->allocator, label_key);
-    if (!ld->image_key || !ld->label_key)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the keys");
+    if (!ld->image_key || !ld->label_key) return MPTI_NO_MEMORY(err, "no memory for the keys");
     ld->label_offset = ld->desc.label_offset;
     if (!ld->desc.label_offset_is_set)
         ld->label_offset = strcmp(label_key, "image/class/label") == 0;
@@ -6698,9 +6805,9 @@ static mpt_result mpti_loader_first_record(mpt_loader *ld, int file, int64_t *re
     mpt_result rc = mpti_tfrecord_open(&ld->allocator, &d, err, &f);
 
     if (rc == MPT_OK && ld->desc.io == mpt_io_files() && f->file.size < 0)
-        rc = MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                       "%s: a pipe or device can't be read again for the next epoch: give files",
-                       mpti_path_tail(ld->files[file]));
+        rc = MPTI_REFUSED(err,
+                          "%s: a pipe or device can't be read again for the next epoch: give files",
+                          mpti_path_tail(ld->files[file]));
     if (rc == MPT_OK) rc = mpti_tfrecord_read(f, err, &record);
     if (rc == MPT_OK) {
         *record_bytes = (int64_t)record.payload.size + MPTI_FRAME_BYTES;
@@ -6731,9 +6838,8 @@ static mpt_result mpti_loader_find_schema(mpt_loader *ld, int64_t *record_bytes,
     if (rc != MPT_OK && damaged && ld->desc.on_bad_record == MPT_BAD_RECORD_FAIL)
         return MPT_ERR_CORRUPT_DATA;
     if (rc != MPT_OK && !damaged)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                         "no record in any of %d files (the first is %s): wrong path?",
-                         ld->num_files, mpti_path_tail(ld->files[0]));
+        return MPTI_DAMAGED(err, "no record in any of %d files (the first is %s): wrong path?",
+                            ld->num_files, mpti_path_tail(ld->files[0]));
     return mpti_loader_set_keys(ld, keys[0] ? keys[0] : "image/encoded",
                                 keys[1] ? keys[1] : "image/class/label", err);
 }
@@ -6811,9 +6917,7 @@ static int64_t mpti_loader_longest_lane(const mpt_loader *ld, const int *order) 
 }
 
 static int64_t mpti_loader_count_steps(const mpt_loader *ld, const int *order) {
-    int64_t longest = mpti_loader_longest_lane(ld, order), batch = ld->desc.batch_size;
-
-    int64_t sum;
+    int64_t longest = mpti_loader_longest_lane(ld, order), batch = ld->desc.batch_size, sum;
 
     /* measured, unless the longest lane is another one in each epoch */
     if (ld->num_records_source == MPT_COUNT_EPOCH &&
@@ -6829,8 +6933,7 @@ static mpt_result mpti_loader_deal(mpt_loader *ld, mpt_error *err) {
     int *order = (int *)mpti_alloc(&ld->allocator, sizeof *order * (size_t)ld->num_files);
     int i;
 
-    if (!order)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the order of the files");
+    if (!order) return MPTI_NO_MEMORY(err, "no memory for the order of the files");
     for (i = 0; i < ld->num_files; i++) order[i] = i;
     for (i = ld->num_files - 1; i > 0 && !ld->desc.no_shuffle; i--) { /* Fisher-Yates */
         uint32_t random[4];
@@ -6961,17 +7064,17 @@ static mpt_result mpti_stream_read(mpt_loader *ld, const mpti_segment *segment, 
             if (s->read_offset == segment->end) return MPT_END;
             item->record = s->read_next;
             item->offset = s->read_offset;
-            rc = MPTI_FAIL(&error, MPT_ERR_CORRUPT_DATA,
-                           "%s: record %lld is not where its index has it: make the index anew",
-                           path, (long long)s->read_next);
+            rc = MPTI_DAMAGED(&error,
+                              "%s: record %lld is not where its index has it: make the index anew",
+                              path, (long long)s->read_next);
             break;
         }
         rc = mpti_stream_advance(ld, segment, s, item, &record, &error, &resume);
         if (rc == MPT_END && segment->count < 0) return MPT_END;
         if (rc == MPT_END)
-            rc = MPTI_FAIL(&error, MPT_ERR_CORRUPT_DATA,
-                           "%s: ends before record %lld, which its index has: has it changed?",
-                           path, (long long)s->read_next);
+            rc = MPTI_DAMAGED(&error,
+                              "%s: ends before record %lld, which its index has: has it changed?",
+                              path, (long long)s->read_next);
         ours = item->record % segment->stride == segment->phase;
         /* what is wrong with a record is told by the lane that owns it, but ends all */
         if (rc == MPT_ERR_CORRUPT_DATA && !ours && (!resume || skip_file)) return MPT_END;
@@ -7075,7 +7178,7 @@ static mpti_sample *mpti_lane_sample(mpti_lane *lane, int64_t number) {
 /* Bad records hold a place in the ring but no pixels, so many of them in a row can fill it. */
 static bool mpti_lane_grow_ring(mpt_loader *ld, mpti_lane *lane) {
     bool ok = true;
-    mpti_sample *bigger = (mpti_sample *)mpti_loader_array(ld, lane->ring * 2, sizeof *bigger, &ok);
+    mpti_sample *bigger = MPTI_LOADER_ARRAY(ld, mpti_sample, lane->ring * 2, &ok);
     int64_t i;
 
     for (i = lane->delivered; i < lane->dealt && ok; i++)
@@ -7194,16 +7297,16 @@ static mpt_result mpti_feature_require(mpt_bytes example, const char *key, const
     char names[200];
 
     if (f->kind != MPT_FEATURE_NONE && f->kind != kind)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "feature %s is of kind %s, expected %s", key,
-                         mpt_feature_kind_string(f->kind), mpt_feature_kind_string(kind));
+        return MPTI_DAMAGED(err, "feature %s is of kind %s, expected %s", key,
+                            mpt_feature_kind_string(f->kind), mpt_feature_kind_string(kind));
     if (f->kind == kind && f->count == 1) return MPT_OK;
     if (f->count > 1)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "feature %s has %lld values, expected one", key,
-                         (long long)f->count);
-    if (f->name.data) return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "feature %s has no value", key);
+        return MPTI_DAMAGED(err, "feature %s has %lld values, expected one", key,
+                            (long long)f->count);
+    if (f->name.data) return MPTI_DAMAGED(err, "feature %s has no value", key);
     mpti_list_features(example, names, sizeof names);
-    return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                     "no feature %s; there are: %s. Set image_key and label_key", key, names);
+    return MPTI_DAMAGED(err, "no feature %s; there are: %s. Set image_key and label_key", key,
+                        names);
 }
 
 /* Not one of the errors that a policy skips: labels that don't fit mean a wrong offset or a wrong
@@ -7281,7 +7384,7 @@ static mpt_result mpti_loader_fit(const mpt_loader *ld, const mpt_image *image, 
         return mpti_image_resample(&ld->allocator, image, &box, d->width, d->height, flip, pixels,
                                    err);
     whole = (uint8_t *)mpti_alloc(&ld->allocator, ld->sample_bytes);
-    if (!whole) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a picture");
+    if (!whole) return MPTI_NO_MEMORY(err, "no memory for a picture");
     rc = mpti_image_resample(&ld->allocator, image, &box, d->width, d->height, false, whole, err);
     if (rc == MPT_OK) {
         int range = 2 * d->crop_padding + 1;
@@ -7315,10 +7418,9 @@ static mpt_result mpti_loader_decode_picture(const mpt_loader *ld, mpt_bytes byt
         image.channels = ld->desc.channels;
         image.pixels = (uint8_t *)(uintptr_t)bytes.data; /* only read */
         if (!x && bytes.size != ld->sample_bytes)
-            return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                             "feature %s has %zu bytes, raw pixels %d x %d x %d need %zu",
-                             ld->image_key, bytes.size, ld->desc.height, ld->desc.width,
-                             ld->desc.channels, ld->sample_bytes);
+            return MPTI_DAMAGED(err, "feature %s has %zu bytes, raw pixels %d x %d x %d need %zu",
+                                ld->image_key, bytes.size, ld->desc.height, ld->desc.width,
+                                ld->desc.channels, ld->sample_bytes);
         return mpti_loader_fit(ld, &image, epoch, id, pixels, err);
     }
     rc = mpti_image_decode(&ld->allocator, bytes, &ld->image, err, &image);
@@ -7341,8 +7443,7 @@ static mpt_result mpti_loader_decode_example(const mpt_loader *ld, const mpti_it
     names[0] = ld->image_key;
     names[1] = ld->label_key;
     if (mpti_example_scan(item->payload, names, 2, found, &parse) != MPT_OK)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "no tf.Example: %s at byte %zu", parse.cause,
-                         parse.offset);
+        return MPTI_DAMAGED(err, "no tf.Example: %s at byte %zu", parse.cause, parse.offset);
     rc = mpti_feature_require(item->payload, names[1], &found[1], MPT_FEATURE_INT64, err);
     if (rc == MPT_OK)
         rc = mpti_feature_require(item->payload, names[0], &found[0], MPT_FEATURE_BYTES, err);
@@ -7440,12 +7541,7 @@ static void mpti_loader_fill_slots(const mpt_loader *ld, mpti_loader_batch *batc
 }
 
 /* ---- jobs: what a worker does next ----------------------------------------------------------- */
-typedef enum mpti_job_kind {
-    MPTI_JOB_NONE = 0,
-    MPTI_JOB_FILL,
-    MPTI_JOB_COLLATE,
-    MPTI_JOB_DECODE
-} mpti_job_kind;
+typedef enum { MPTI_JOB_NONE, MPTI_JOB_FILL, MPTI_JOB_COLLATE, MPTI_JOB_DECODE } mpti_job_kind;
 
 typedef struct mpti_job {
     mpti_job_kind kind;
@@ -7766,8 +7862,7 @@ static mpt_result mpti_loader_wait(mpt_loader *ld, mpti_loader_batch *batch, mpt
             return MPTI_FAIL(err, MPT_ERR_INTERNAL,
                              "the loader has nothing to do and no batch: please report this");
     }
-    if (ld->out_of_memory)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a record or a picture");
+    if (ld->out_of_memory) return MPTI_NO_MEMORY(err, "no memory for a record or a picture");
     return MPT_OK;
 }
 
@@ -7786,9 +7881,9 @@ static mpt_result mpti_loader_settle_bad(mpt_loader *ld, mpti_loader_batch *batc
                 return bad->error.code;
             }
             if (++ld->num_bad > ld->desc.max_bad_records)
-                return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                                 "more than %lld bad records (max_bad_records); the last one: %s",
-                                 (long long)ld->desc.max_bad_records, bad->error.message);
+                return MPTI_DAMAGED(
+                    err, "more than %lld bad records (max_bad_records); the last one: %s",
+                    (long long)ld->desc.max_bad_records, bad->error.message);
             memset(&report, 0, sizeof report);
             report.path = ld->num_files && ld->files ? ld->files[bad->file] : "array";
             report.record = bad->record;
@@ -7812,11 +7907,11 @@ static mpt_result mpti_loader_empty_epoch(const mpt_loader *ld, int64_t usable, 
                          "no batch in an epoch: %lld records don't fill one of %d lanes with a "
                          "batch_size of %d, and MPT_LAST_BATCH_DROP leaves partial ones out",
                          (long long)usable, ld->num_lanes, ld->desc.batch_size);
-    return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                     "an epoch without one usable record (%lld bad ones were left out) in %d "
-                     "files, the first is %s",
-                     (long long)ld->num_bad, ld->num_files,
-                     ld->files ? mpti_path_tail(ld->files[0]) : "an array");
+    return MPTI_DAMAGED(err,
+                        "an epoch without one usable record (%lld bad ones were left out) in %d "
+                        "files, the first is %s",
+                        (long long)ld->num_bad, ld->num_files,
+                        ld->files ? mpti_path_tail(ld->files[0]) : "an array");
 }
 
 /* After an epoch that was read from its start by one rank the number of records is known. */
@@ -7943,7 +8038,7 @@ static mpt_result mpti_loader_make_lut(mpt_loader *ld, mpt_error *err) {
 
     if (ld->desc.dtype == MPT_U8) return MPT_OK;
     ld->lut = mpti_loader_array(ld, (int64_t)channels * 256, mpt_dtype_size(ld->desc.dtype), &ok);
-    if (!ok) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the normalisation table");
+    if (!ok) return MPTI_NO_MEMORY(err, "no memory for the normalisation table");
     for (c = 0; c < channels; c++)
         for (v = 0; v < 256; v++) {
             float x = (float)(((double)v / 255.0 - (double)ld->desc.mean[c]) /
@@ -7962,17 +8057,14 @@ static bool mpti_loader_make_lane(mpt_loader *ld, mpti_lane *lane, int number) {
     /* twice a batch of pictures: one is collated while the next is decoded; at least enough to keep
        workers busy when batches are tiny */
     lane->num_pixels = 2 * batch < 64 ? 64 : 2 * batch;
-    lane->ring = lane->num_pixels +
-                 2 * batch; /* those in the two finished batches keep their place */
-    lane->segments = (mpti_segment *)mpti_loader_array(ld, ld->num_files, sizeof(mpti_segment),
-                                                       &ok);
-    lane->streams = (mpti_stream *)mpti_loader_array(ld, places, sizeof(mpti_stream), &ok);
-    lane->order = (int *)mpti_loader_array(ld, places, sizeof(int), &ok);
-    lane->shuffle = (mpti_item *)mpti_loader_array(ld, ld->desc.shuffle_buffer, sizeof(mpti_item),
-                                                   &ok);
-    lane->samples = (mpti_sample *)mpti_loader_array(ld, lane->ring, sizeof(mpti_sample), &ok);
-    lane->gathered = (mpti_gathered *)mpti_loader_array(ld, batch, sizeof(mpti_gathered), &ok);
-    lane->free_pixels = (uint8_t **)mpti_loader_array(ld, lane->num_pixels, sizeof(uint8_t *), &ok);
+    lane->ring = lane->num_pixels + 2 * batch; /* the two finished batches keep their places */
+    lane->segments = MPTI_LOADER_ARRAY(ld, mpti_segment, ld->num_files, &ok);
+    lane->streams = MPTI_LOADER_ARRAY(ld, mpti_stream, places, &ok);
+    lane->order = MPTI_LOADER_ARRAY(ld, int, places, &ok);
+    lane->shuffle = MPTI_LOADER_ARRAY(ld, mpti_item, ld->desc.shuffle_buffer, &ok);
+    lane->samples = MPTI_LOADER_ARRAY(ld, mpti_sample, lane->ring, &ok);
+    lane->gathered = MPTI_LOADER_ARRAY(ld, mpti_gathered, batch, &ok);
+    lane->free_pixels = MPTI_LOADER_ARRAY(ld, uint8_t *, lane->num_pixels, &ok);
     lane->slab = (uint8_t *)mpti_loader_array(ld, lane->num_pixels, ld->sample_bytes, &ok);
     for (i = 0; i < places && lane->streams; i++) lane->streams[i].segment = -1;
     if (!lane->slab) lane->num_pixels = 0;
@@ -7985,11 +8077,11 @@ static bool mpti_loader_make_batch(mpt_loader *ld, mpti_loader_batch *batch) {
 
     batch->images = mpti_loader_array(ld, slots, ld->sample_bytes * mpt_dtype_size(ld->desc.dtype),
                                       &ok);
-    batch->labels = (int32_t *)mpti_loader_array(ld, slots, sizeof(int32_t), &ok);
-    batch->ids = (uint64_t *)mpti_loader_array(ld, slots, sizeof(uint64_t), &ok);
-    batch->valid = (int32_t *)mpti_loader_array(ld, ld->num_lanes, sizeof(int32_t), &ok);
-    batch->upto = (int64_t *)mpti_loader_array(ld, ld->num_lanes, sizeof(int64_t), &ok);
-    batch->bad = (mpti_bad **)mpti_loader_array(ld, ld->num_lanes, sizeof(mpti_bad *), &ok);
+    batch->labels = MPTI_LOADER_ARRAY(ld, int32_t, slots, &ok);
+    batch->ids = MPTI_LOADER_ARRAY(ld, uint64_t, slots, &ok);
+    batch->valid = MPTI_LOADER_ARRAY(ld, int32_t, ld->num_lanes, &ok);
+    batch->upto = MPTI_LOADER_ARRAY(ld, int64_t, ld->num_lanes, &ok);
+    batch->bad = MPTI_LOADER_ARRAY(ld, mpti_bad *, ld->num_lanes, &ok);
     return ok;
 }
 
@@ -7998,14 +8090,13 @@ static mpt_result mpti_loader_make_buffers(mpt_loader *ld, mpt_error *err) {
     bool ok = true;
 
     ld->num_lanes = ld->desc.num_lanes / ld->desc.world_size;
-    ld->lanes = (mpti_lane *)mpti_loader_array(ld, ld->num_lanes, sizeof(mpti_lane), &ok);
+    ld->lanes = MPTI_LOADER_ARRAY(ld, mpti_lane, ld->num_lanes, &ok);
     for (i = 0; i < ld->num_lanes && ok; i++)
         ok = mpti_loader_make_lane(ld, &ld->lanes[i], first + i);
     for (i = 0; i < 2 && ok; i++) ok = mpti_loader_make_batch(ld, &ld->batches[i]);
     if (ok) return MPT_OK;
-    return MPTI_FAIL(
-        err, MPT_ERR_OUT_OF_MEMORY,
-        "no memory for %d lanes of batches of %d pictures: lower batch_size or shuffle_buffer",
+    return MPTI_NO_MEMORY(
+        err, "no memory for %d lanes of batches of %d pictures: lower batch_size or shuffle_buffer",
         ld->num_lanes, ld->desc.batch_size);
 }
 
@@ -8013,9 +8104,9 @@ static mpt_result mpti_loader_start(mpt_loader *ld, mpt_error *err) {
     int n = ld->desc.num_workers, i;
     bool ok = true;
 
-    ld->workers = (mpti_worker *)mpti_loader_array(ld, n > 0 ? n : 1, sizeof(mpti_worker), &ok);
-    if (n > 0) ld->threads = (mpti_thread *)mpti_loader_array(ld, n, sizeof(mpti_thread), &ok);
-    if (!ok) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for %d workers", n);
+    ld->workers = MPTI_LOADER_ARRAY(ld, mpti_worker, n > 0 ? n : 1, &ok);
+    if (n > 0) ld->threads = MPTI_LOADER_ARRAY(ld, mpti_thread, n, &ok);
+    if (!ok) return MPTI_NO_MEMORY(err, "no memory for %d workers", n);
     ld->workers[0].ld = ld;
     for (i = 0; i < n; i++) {
         int number;
@@ -8039,10 +8130,9 @@ static mpt_result mpti_loader_find_data(mpt_loader *ld, mpt_error *err) {
     if (ld->desc.array_images) ld->num_files = 1;
     rc = ld->desc.array_images ? MPT_OK : mpti_loader_list(ld, err);
     if (rc) return rc;
-    ld->counts = (int64_t *)mpti_loader_array(ld, ld->num_files, sizeof(int64_t), &ok);
-    ld->indexes = (mpt_tfrecord_index **)mpti_loader_array(ld, ld->num_files,
-                                                           sizeof(mpt_tfrecord_index *), &ok);
-    if (!ok) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for %d files", ld->num_files);
+    ld->counts = MPTI_LOADER_ARRAY(ld, int64_t, ld->num_files, &ok);
+    ld->indexes = MPTI_LOADER_ARRAY(ld, mpt_tfrecord_index *, ld->num_files, &ok);
+    if (!ok) return MPTI_NO_MEMORY(err, "no memory for %d files", ld->num_files);
     for (i = 0; i < ld->num_files; i++) ld->counts[i] = -1;
     if (ld->desc.array_images) {
         ld->counts[0] = ld->num_records = ld->desc.array_images->dims[0];
@@ -8086,9 +8176,7 @@ MPT_API mpt_result mpt_loader_create(mpt_ctx *ctx, const mpt_loader_desc *desc, 
     rc = mpti_loader_desc_check(&d, &ctx->error);
     if (rc) return mpti_report(ctx, rc);
     ld = (mpt_loader *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *ld);
-    if (!ld)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a loader"));
+    if (!ld) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a loader");
     ld->ctx = ctx;
     ld->allocator = ctx->desc.allocator;
     ld->desc = d;
@@ -8150,7 +8238,7 @@ MPT_API void mpt_loader_destroy(mpt_loader *ld) {
  *          again.
  * Shapes:  32 bytes for each record that waits; see below
  * Tested:  tests/test_loader.c
- * Next:    the chapters that train are being written.
+ * Next:    >>tensor, the memory that training works in.
  */
 
 /* ---- the position, saved and restored -----------------------------------------------------------
@@ -8319,7 +8407,7 @@ static mpt_result mpti_archive_position(const mpt_loader *ld, mpti_archive *a, m
     mpti_archive_i64(a, &p->num_bad, 0, MPTI_MAX_RECORDS);
     mpti_archive_int(a, &p->first_lane, 0, ld->desc.num_lanes - 1);
     mpti_archive_int(a, &p->num_lanes, 1, ld->desc.num_lanes - p->first_lane);
-    return a->bad ? MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "the loader's state is damaged") : MPT_OK;
+    return a->bad ? MPTI_DAMAGED(err, "the loader's state is damaged") : MPT_OK;
 }
 
 MPT_API mpt_result mpt_loader_get_state(mpt_loader *ld, mpt_bytes *out) {
@@ -8356,15 +8444,13 @@ MPT_API mpt_result mpt_loader_get_state(mpt_loader *ld, mpt_bytes *out) {
     crc = a.bad ? 0 : mpt_crc32c(0, b->data, b->size);
     mpti_archive_u64(&a, &crc);
     if (a.bad)
-        return mpti_report(ld->ctx, MPTI_FAIL(&ld->ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                              "no memory for the loader's state"));
+        return MPTI_REPORT(ld->ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for the loader's state");
     out->data = b->data;
     out->size = b->size;
     return MPT_OK;
 }
 
-/* Opens the block at the front of state for reading; its checksum vouches for every number in
-   it. */
+/* Opens the block at the front of state; its checksum vouches for every number in it. */
 static mpt_result mpti_state_open(const mpt_loader *ld, mpt_bytes state, mpti_archive *a,
                                   mpti_position *p, mpt_error *err) {
     uint64_t size = 0;
@@ -8372,12 +8458,11 @@ static mpt_result mpti_state_open(const mpt_loader *ld, mpt_bytes state, mpti_ar
     memset(a, 0, sizeof *a);
     memset(p, 0, sizeof *p);
     if (state.size < MPTI_STATE_HEADER || memcmp(state.data, mpti_state_magic, 8) != 0)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "this is not a loader's state");
+        return MPTI_DAMAGED(err, "this is not a loader's state");
     size = mpti_load_u64(state.data + 8);
     if (size < MPTI_STATE_HEADER + 8 || size > state.size ||
         mpt_crc32c(0, state.data, (size_t)size - 8) != mpti_load_u64(state.data + size - 8))
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                         "the loader's state is damaged (size or checksum)");
+        return MPTI_DAMAGED(err, "the loader's state is damaged (size or checksum)");
     a->p = state.data + MPTI_STATE_HEADER;
     a->end = state.data + size - 8;
     return mpti_archive_position(ld, a, p, err);
@@ -8413,8 +8498,7 @@ static mpt_result mpti_state_walk(mpt_loader *ld, mpt_bytes state, bool apply,
                 found++;
             }
             if (apply && i >= 0 && i < ld->num_lanes) mpti_archive_lane(ld, &lane, &ld->lanes[i]);
-            if (lane.bad)
-                return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "the loader's state is damaged");
+            if (lane.bad) return MPTI_DAMAGED(err, "the loader's state is damaged");
         }
         rest.size -= (size_t)(a.end + 8 - rest.data);
         rest.data = a.end + 8;
@@ -8451,8 +8535,7 @@ static mpt_result mpti_fetch_item(mpt_loader *ld, mpti_stream *s, mpti_item *ite
         mpti_item_drop(&ld->allocator, &got);
         rc = mpti_stream_read(ld, &segment, s, &got);
     }
-    if (rc == MPT_OK &&
-        got.block) { /* a copy of its own: the block behind it holds the neighbours too */
+    if (rc == MPT_OK && got.block) { /* a copy of its own: the block holds the neighbours too */
         own = mpti_block_create(&ld->allocator, got.payload.size);
         if (own) memcpy(own->data, got.payload.data, got.payload.size);
         if (own) got.payload.data = own->data;
@@ -8463,9 +8546,8 @@ static mpt_result mpti_fetch_item(mpt_loader *ld, mpti_stream *s, mpti_item *ite
     if (rc == MPT_ERR_OUT_OF_MEMORY)
         return MPTI_FAIL(err, rc, "no memory for the records of the loader's state");
     if (rc)
-        return MPTI_FAIL(
-            err, MPT_ERR_CORRUPT_DATA,
-            "%s: record %lld of the saved position is not there: has the file changed?",
+        return MPTI_DAMAGED(
+            err, "%s: record %lld of the saved position is not there: has the file changed?",
             mpti_path_tail(ld->files[item->file]), (long long)item->record);
     *item = got;
     return MPT_OK;
@@ -8480,7 +8562,7 @@ static mpt_result mpti_lane_fetch(mpt_loader *ld, mpti_lane *lane, mpt_error *er
 
     if (n == 0) return MPT_OK;
     list = (mpti_item **)mpti_calloc(&ld->allocator, n, sizeof *list);
-    if (!list) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the loader's state");
+    if (!list) return MPTI_NO_MEMORY(err, "no memory for the loader's state");
     for (i = 0; i < n; i++)
         list[i] = i < (size_t)lane->shuffle_count ? &lane->shuffle[i]
                                                   : &lane->pending[i - (size_t)lane->shuffle_count];
@@ -8511,7 +8593,7 @@ static mpt_result mpti_loader_apply_state(mpt_loader *ld, mpt_bytes state, mpti_
     rc = mpti_loader_deal(ld, err);
     if (rc == MPT_OK) rc = mpti_state_walk(ld, state, true, position, err);
     if (rc == MPT_OK && ld->out_of_memory)
-        rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the loader's state");
+        rc = MPTI_NO_MEMORY(err, "no memory for the loader's state");
     for (i = 0; i < ld->num_lanes && rc == MPT_OK; i++)
         rc = mpti_lane_fetch(ld, &ld->lanes[i], err);
     if (rc) return rc;
@@ -8662,10 +8744,6 @@ MPT_API void mpt_arena_destroy(mpt_arena *a) {
  * Next:    >>layers, which decides what is called with which memory.
  */
 
-#ifdef MPTI_X86
-#include <cpuid.h>
-#endif
-
 /* ---- kernels, plain -----------------------------------------------------------------------------
    All multiplication happens in one small kernel on FP32, which keeps its sums in registers:
        y[i][j] (+)= sum over u, v of a[u * a_outer + v * a_inner + i * a_row]
@@ -8678,10 +8756,9 @@ typedef struct mpti_product {
     int num_outer, num_inner;
     float *y;
     ptrdiff_t y_row;
-    int accumulate; /* 1: onto what y holds */
+    int accumulate; /* 1: the whole sum onto what y holds, which rounds less than one long chain */
 } mpti_product;
 
-#define MPTI_INLINE static inline __attribute__((always_inline))
 #ifdef __clang__ /* without it the sums stay in memory: 4 to 7 times slower */
 #define MPTI_UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -8697,10 +8774,7 @@ MPTI_INLINE void mpti_product_body_plain(const mpti_product *t, const int rows, 
     mpti_f32x4 sum[MPTI_PLAIN_ROWS * 4];
     int i, j, u, v;
 
-    MPTI_UNROLL for (i = 0; i < rows; i++) {
-        const mpti_f32x4 *y = (const mpti_f32x4 *)(const void *)(t->y + i * t->y_row);
-        MPTI_UNROLL for (j = 0; j < vectors; j++) sum[i * 4 + j] = t->accumulate ? y[j] : zero;
-    }
+    MPTI_UNROLL for (i = 0; i < rows * 4; i++) sum[i] = zero;
     for (u = 0; u < t->num_outer; u++) {
         const float *a = t->a + u * t->a_outer, *b = t->b + u * t->b_outer;
         for (v = 0; v < t->num_inner; v++, a += t->a_inner, b += t->b_inner) {
@@ -8714,7 +8788,10 @@ MPTI_INLINE void mpti_product_body_plain(const mpti_product *t, const int rows, 
     }
     MPTI_UNROLL for (i = 0; i < rows; i++) {
         mpti_f32x4 *y = (mpti_f32x4 *)(void *)(t->y + i * t->y_row);
-        MPTI_UNROLL for (j = 0; j < vectors; j++) y[j] = sum[i * 4 + j];
+        MPTI_UNROLL for (j = 0; j < vectors; j++) {
+            if (t->accumulate) sum[i * 4 + j] += y[j];
+            y[j] = sum[i * 4 + j];
+        }
     }
 }
 
@@ -8729,33 +8806,10 @@ static void mpti_product_plain(const mpti_product *t, int rows, int columns) {
     }
 }
 
-static void mpti_widen_plain(mpt_dtype dtype, const void *src, float *dst, size_t count) {
-    const uint16_t *h = (const uint16_t *)src;
-    size_t i;
-
-    if (dtype == MPT_F32) memcpy(dst, src, count * sizeof(float));
-    else if (dtype == MPT_F16)
-        for (i = 0; i < count; i++) dst[i] = mpt_f16_to_f32(h[i]);
-    else
-        for (i = 0; i < count; i++) dst[i] = mpt_bf16_to_f32(h[i]);
-}
-
-static void mpti_narrow_plain(mpt_dtype dtype, const float *src, void *dst, size_t count) {
-    uint16_t *h = (uint16_t *)dst;
-    size_t i;
-
-    if (dtype == MPT_F32) memcpy(dst, src, count * sizeof(float));
-    else if (dtype == MPT_F16)
-        for (i = 0; i < count; i++) h[i] = mpt_f32_to_f16(src[i]);
-    else
-        for (i = 0; i < count; i++) h[i] = mpt_f32_to_bf16(src[i]);
-}
-
 /* ---- kernels, AVX2 ------------------------------------------------------------------------------
    The same with eight lanes and fused multiply-add: 6 rows x 2 vectors, of 16 registers. Compiled
    whatever the compiler's flags, used where the processor has it. */
 #ifdef MPTI_X86
-#define MPTI_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 enum { MPTI_AVX2_ROWS = 6 };
 
 MPTI_INLINE MPTI_TARGET_AVX2 void mpti_product_body_avx2(const mpti_product *t, const int rows,
@@ -8765,15 +8819,8 @@ MPTI_INLINE MPTI_TARGET_AVX2 void mpti_product_body_avx2(const mpti_product *t, 
     int i, j, u, v;
 
     MPTI_UNROLL for (i = 0; i < rows * 2; i++) sum[i] = _mm256_setzero_ps();
-    if (t->accumulate) {
-        MPTI_UNROLL for (i = 0; i < rows; i++) {
-            MPTI_UNROLL for (j = 0; j < vectors; j++)
-                sum[i * 2 + j] = _mm256_loadu_ps(t->y + i * t->y_row + 8 * j);
-        }
-    }
     for (u = 0; u < t->num_outer; u++) {
-        /* Two bases for six rows: base, base + row, base + 2 row are addresses that x86 can form.
-           */
+        /* Two bases for six rows: base, base + row, base + 2 row are addresses x86 can form. */
         const float *low = t->a + u * t->a_outer, *high = low + 3 * row, *b = t->b + u * t->b_outer;
         for (v = 0; v < t->num_inner; v++, low += a_inner, high += a_inner, b += b_inner) {
             __m256 w[2];
@@ -8786,8 +8833,12 @@ MPTI_INLINE MPTI_TARGET_AVX2 void mpti_product_body_avx2(const mpti_product *t, 
         }
     }
     MPTI_UNROLL for (i = 0; i < rows; i++) {
-        MPTI_UNROLL for (j = 0; j < vectors; j++)
-            _mm256_storeu_ps(t->y + i * t->y_row + 8 * j, sum[i * 2 + j]);
+        float *y = t->y + i * t->y_row;
+        MPTI_UNROLL for (j = 0; j < vectors; j++) {
+            if (t->accumulate)
+                sum[i * 2 + j] = _mm256_add_ps(sum[i * 2 + j], _mm256_loadu_ps(y + 8 * j));
+            _mm256_storeu_ps(y + 8 * j, sum[i * 2 + j]);
+        }
     }
 }
 
@@ -8808,73 +8859,13 @@ static MPTI_TARGET_AVX2 void mpti_product_avx2(const mpti_product *t, int rows, 
     }
 }
 
-static MPTI_TARGET_AVX2 void mpti_widen_avx2(mpt_dtype dtype, const void *src, float *dst,
-                                             size_t count) {
-    const uint16_t *h = (const uint16_t *)src;
-    size_t i = 0;
-
-    if (dtype == MPT_F16) {
-        for (; i + 8 <= count; i += 8)
-            _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(
-                                          _mm_loadu_si128((const __m128i *)(const void *)(h + i))));
-    } else if (dtype == MPT_BF16) {
-        for (; i + 8 <= count; i += 8) {
-            __m256i v = _mm256_cvtepu16_epi32(
-                _mm_loadu_si128((const __m128i *)(const void *)(h + i)));
-            _mm256_storeu_ps(dst + i, _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)));
-        }
-    }
-    if (dtype == MPT_F32) mpti_widen_plain(dtype, src, dst, count);
-    else mpti_widen_plain(dtype, h + i, dst + i, count - i);
-}
-
-/* Eight FP32 to BF16 as mpt_f32_to_bf16 does it, each in the lower half of its lane. */
-MPTI_INLINE MPTI_TARGET_AVX2 __m256i mpti_to_bf16_avx2(__m256i u) {
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
-    const __m256i rounded = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    const __m256i magnitude = _mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff));
-    const __m256i is_nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7f800000));
-    const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
-
-    return _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, is_nan), 16);
-}
-
-static MPTI_TARGET_AVX2 void mpti_narrow_avx2(mpt_dtype dtype, const float *src, void *dst,
-                                              size_t count) {
-    uint16_t *h = (uint16_t *)dst;
-    size_t i = 0;
-
-    if (dtype == MPT_F16) {
-        for (; i + 8 <= count; i += 8)
-            _mm_storeu_si128((__m128i *)(void *)(h + i),
-                             _mm256_cvtps_ph(_mm256_loadu_ps(src + i), 0));
-    } else if (dtype == MPT_BF16) {
-        for (; i + 8 <= count; i += 8) {
-            __m256i v = mpti_to_bf16_avx2(
-                _mm256_loadu_si256((const __m256i *)(const void *)(src + i)));
-            v = _mm256_permute4x64_epi64(_mm256_packus_epi32(v, v),
-                                         0x08); /* lanes 0 and 2 side by side */
-            _mm_storeu_si128((__m128i *)(void *)(h + i), _mm256_castsi256_si128(v));
-        }
-    }
-    if (dtype == MPT_F32) mpti_narrow_plain(dtype, src, dst, count);
-    else mpti_narrow_plain(dtype, src + i, h + i, count - i);
-}
-
-static bool mpti_has_avx2(void) {
-    unsigned eax, ebx, ecx, edx;
-
-    /* Not every compiler knows the name f16c: CPUID leaf 1, bit 29 of ECX. */
-    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || !(ecx & 1u << 29)) return false;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
 #endif
 
 /* ---- the backend object -------------------------------------------------------------------------
    A family is a choice of functions, made once when the backend is opened. Families may round
    differently; each gives its own bits on any number of threads. */
 typedef struct mpti_cpu mpti_cpu;
-typedef enum mpti_direction { MPTI_FPROP, MPTI_DGRAD, MPTI_WGRAD } mpti_direction;
+typedef enum { MPTI_FPROP, MPTI_DGRAD, MPTI_WGRAD } mpti_direction;
 
 typedef struct mpti_cpu_family {
     const char *name;
@@ -8892,35 +8883,31 @@ struct mpti_cpu {
     const mpti_cpu_family *family;
 };
 
-typedef void (*mpti_range_fn)(void *user, int64_t chunk, int64_t begin, int64_t end);
+typedef struct mpti_range { /* items begin .. end-1 of a loop */
+    int64_t chunk, begin, end;
+} mpti_range;
+typedef void (*mpti_range_fn)(const mpti_cpu *cpu, const void *job, mpti_range r);
 typedef struct mpti_ranges {
+    const mpti_cpu *cpu;
     int64_t items, chunks;
     mpti_range_fn fn;
-    void *user;
+    const void *job;
 } mpti_ranges;
 
-static int64_t mpti_num_chunks(int64_t items, int64_t most) {
-    return items < most ? items : most;
-}
-
 static mpt_result mpti_run_range(int64_t chunk, void *user) {
-    const mpti_ranges *r = (const mpti_ranges *)user;
+    const mpti_ranges *all = (const mpti_ranges *)user;
+    const mpti_range r = {chunk, all->items * chunk / all->chunks,
+                          all->items * (chunk + 1) / all->chunks};
 
-    r->fn(r->user, chunk, r->items * chunk / r->chunks, r->items * (chunk + 1) / r->chunks);
+    all->fn(all->cpu, all->job, r);
     return MPT_OK;
 }
 
 /* fn on `chunks` ranges that together are 0 .. items-1; at most as many as there are items. */
 static mpt_result mpti_for_ranges(const mpti_cpu *cpu, int64_t items, int64_t chunks,
-                                  mpti_range_fn fn, void *user) {
-    mpti_ranges r;
-
-    if (items == 0) return MPT_OK;
-    r.items = items;
-    r.chunks = mpti_num_chunks(items, chunks);
-    r.fn = fn;
-    r.user = user;
-    return mpt_parallel_for(cpu->ctx, r.chunks, mpti_run_range, &r);
+                                  mpti_range_fn fn, const void *job) {
+    mpti_ranges all = {cpu, items, mpti_min64(items, chunks), fn, job};
+    return mpt_parallel_for(cpu->ctx, all.chunks, mpti_run_range, &all);
 }
 
 /* Parts added in pairs, then pairs of pairs: the order is the same whoever computed them. The sum
@@ -8951,62 +8938,40 @@ static void mpti_tree_sum_f64(double *parts, size_t stride, int64_t num_parts) {
     }
 }
 
-/* ---- elements and rows of any storage type --------------------------------------------------- */
-static float mpti_load(mpt_dtype dtype, const void *p, size_t i) {
-    if (dtype == MPT_F32) return ((const float *)p)[i];
-    if (dtype == MPT_F16) return mpt_f16_to_f32(((const uint16_t *)p)[i]);
-    return mpt_bf16_to_f32(((const uint16_t *)p)[i]);
+/* ---- rows of any storage type ---------------------------------------------------------------- */
+static void mpti_zero(mpt_dtype dtype, void *p, int64_t begin, int64_t end) {
+    const size_t size = mpt_dtype_size(dtype);
+    if (begin < end) memset((char *)p + (size_t)begin * size, 0, (size_t)(end - begin) * size);
 }
 
-static void mpti_store(mpt_dtype dtype, void *p, size_t i, float v) {
-    if (dtype == MPT_F32) ((float *)p)[i] = v;
-    else if (dtype == MPT_F16) ((uint16_t *)p)[i] = mpt_f32_to_f16(v);
-    else ((uint16_t *)p)[i] = mpt_f32_to_bf16(v);
+/* p[at .. at+count-1] to FP32 and back. */
+static void mpti_row_load(const mpti_cpu *cpu, mpt_dtype dtype, const void *p, int64_t at,
+                          int64_t count, float *dst) {
+    cpu->family->widen(dtype, (const char *)p + (size_t)at * mpt_dtype_size(dtype), dst,
+                       (size_t)count);
 }
 
-static const void *mpti_at(mpt_dtype dtype, const void *p, int64_t i) {
-    return (const char *)p + (size_t)i * mpt_dtype_size(dtype);
+static void mpti_row_store(const mpti_cpu *cpu, mpt_dtype dtype, const float *src, void *p,
+                           int64_t at, int64_t count) {
+    cpu->family->narrow(dtype, src, (char *)p + (size_t)at * mpt_dtype_size(dtype), (size_t)count);
 }
 
-static void *mpti_at_mutable(mpt_dtype dtype, void *p, int64_t i) {
-    return (char *)p + (size_t)i * mpt_dtype_size(dtype);
+/* The same where it is if it is FP32, else in buffer. */
+static const float *mpti_row_read(const mpti_cpu *cpu, mpt_dtype dtype, const void *p, int64_t at,
+                                  int64_t count, float *buffer) {
+    if (dtype == MPT_F32) return (const float *)p + at;
+    mpti_row_load(cpu, dtype, p, at, count, buffer);
+    return buffer;
 }
 
 /* Elementwise loops work on spans of at most this many numbers, in FP32. */
 enum { MPTI_SPAN = 512 };
 
-/* p[at .. at+count-1] as FP32: where it is, or widened into buffer. */
-static const float *mpti_row_read(const mpti_cpu *cpu, mpt_dtype dtype, const void *p, int64_t at,
-                                  int64_t count, float *buffer) {
-    if (dtype == MPT_F32) return (const float *)p + at;
-    cpu->family->widen(dtype, mpti_at(dtype, p, at), buffer, (size_t)count);
-    return buffer;
-}
-
-static void mpti_zero(mpt_dtype dtype, void *p, int64_t begin,
-                      int64_t end) { /* all bits 0 is 0.0 */
-    if (begin < end)
-        memset(mpti_at_mutable(dtype, p, begin), 0, (size_t)(end - begin) * mpt_dtype_size(dtype));
-}
-
-static int64_t mpti_min64(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-
-static int64_t mpti_max64(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
-
-static int mpti_min_int(int a, int b) {
-    return a < b ? a : b;
-}
-
-static int mpti_max_int(int a, int b) {
-    return a > b ? a : b;
-}
-
-static bool mpti_is_nan(float x) {
-    return (mpti_f32_bits(x) & 0x7fffffffu) > 0x7f800000u;
+/* A row of at most a span, with zeros behind. */
+static void mpti_span_load(const mpti_cpu *cpu, mpt_dtype dtype, const void *p, int64_t at,
+                           int64_t size, float span[MPTI_SPAN]) {
+    mpti_row_load(cpu, dtype, p, at, size, span);
+    if (size < MPTI_SPAN) memset(span + size, 0, (size_t)(MPTI_SPAN - size) * sizeof(float));
 }
 
 /* ---- what every entry checks first ----------------------------------------------------------- */
@@ -9015,8 +8980,7 @@ static bool mpti_is_storage(mpt_dtype dtype) {
 }
 
 static mpt_result mpti_op_error(const mpti_cpu *cpu, const char *op, const char *what) {
-    return mpti_report(cpu->ctx,
-                       MPTI_FAIL(&cpu->ctx->error, MPT_ERR_INVALID_ARGUMENT, "%s: %s", op, what));
+    return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT, "%s: %s", op, what);
 }
 
 static mpt_result mpti_check_slice(const mpti_cpu *cpu, const char *op, int n, int num_valid,
@@ -9025,52 +8989,65 @@ static mpt_result mpti_check_slice(const mpti_cpu *cpu, const char *op, int n, i
         return mpti_op_error(cpu, op, "n must be at least 1 and num_valid 0 .. n");
     if (!mpti_is_storage(dtype))
         return mpti_op_error(cpu, op, "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
-    /* 2^50 elements: then no product of sizes overflows 64 bits (a double holds this exactly
-       enough) */
+    /* 2^50 elements: no product of sizes overflows 64 bits (a double is exact enough to tell) */
     if (per_sample < 1 || per_sample * n > 1125899906842624.0)
         return mpti_op_error(cpu, op, "a dimension is less than 1, or all together are too large");
     return MPT_OK;
 }
 
+/* Sizes up to 2^30: then positions with padding, and steps beyond the end, are ints too. */
+static bool mpti_is_size(int size) { return size >= 1 && size <= 1 << 30; }
+
+static mpt_result mpti_check_images(const mpti_cpu *cpu, const char *op, int n, int num_valid,
+                                    int h, int wd, int c, mpt_dtype dtype) {
+    if (!mpti_is_size(h) || !mpti_is_size(wd) || !mpti_is_size(c))
+        return mpti_op_error(cpu, op, "h, wd and c must be at least 1 and at most 2^30");
+    return mpti_check_slice(cpu, op, n, num_valid, dtype, (double)h * wd * c);
+}
+
 static mpt_result mpti_check_workspace(const mpti_cpu *cpu, const char *op, const void *workspace,
                                        size_t have, size_t need) {
     if (need == 0 || (workspace && have >= need)) return MPT_OK;
-    return mpti_report(
-        cpu->ctx,
-        MPTI_FAIL(&cpu->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                  "%s: the workspace has %zu bytes and needs %zu (see %s_workspace_bytes)", op,
-                  workspace ? have : (size_t)0, need, op));
+    return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT,
+                       "%s: the workspace has %zu bytes and needs %zu (see %s_workspace_bytes)", op,
+                       workspace ? have : (size_t)0, need, op);
 }
 
-/* ---- convolution and dense: the definition --------------------------------------------------- */
+/* ---- convolution and dense: the definition ------------------------------------------------------
+   What the blocked loops below compute faster, one number at a time. */
+
+/* Where in x, channel 0, is what tap (r,s) of output (n,p,q) meets? -1: in the padding. */
+static int64_t mpti_tap_at(const mpt_conv2d_args *a, int n, int p, int q, int r, int s) {
+    const int h = p * a->stride - a->padding + r, v = q * a->stride - a->padding + s;
+
+    if (h < 0 || h >= a->h || v < 0 || v >= a->wd) return -1;
+    return (((int64_t)n * a->h + h) * a->wd + v) * a->c;
+}
+
+static size_t mpti_weight_at(const mpt_conv2d_args *a, int k, int r, int s) { /* channel 0 in w */
+    return (((size_t)k * a->r + r) * a->s + s) * a->c;
+}
+
+static size_t mpti_output_at(const mpt_conv2d_args *a, int n, int p, int q) { /* channel 0 in y */
+    return (((size_t)n * a->p + p) * a->q + q) * a->k;
+}
+
 /* y[n,p,q,k] = bias[k] + sum over r,s,c of x[n, p*stride-padding+r, q*stride-padding+s, c] *
    w[k,r,s,c] */
 static float mpti_fprop_at(const mpt_conv2d_args *a, int n, int p, int q, int k) {
     float sum = 0;
     int r, s, c;
 
+    if (n >= a->num_valid) return 0;
     for (r = 0; r < a->r; r++) {
         for (s = 0; s < a->s; s++) {
-            int h = p * a->stride - a->padding + r, v = q * a->stride - a->padding + s;
-            if (h < 0 || h >= a->h || v < 0 || v >= a->wd) continue;
-            for (c = 0; c < a->c; c++)
-                sum += mpti_load(a->dtype, a->x, (((size_t)n * a->h + h) * a->wd + v) * a->c + c) *
-                       mpti_load(a->dtype, a->w, (((size_t)k * a->r + r) * a->s + s) * a->c + c);
+            const int64_t x = mpti_tap_at(a, n, p, q, r, s);
+            const size_t w = mpti_weight_at(a, k, r, s);
+            for (c = 0; x >= 0 && c < a->c; c++)
+                sum += mpti_load(a->dtype, a->x, (size_t)x + c) * mpti_load(a->dtype, a->w, w + c);
         }
     }
     return a->bias ? sum + a->bias[k] : sum;
-}
-
-static void mpti_fprop_define(const mpt_conv2d_args *a) {
-    size_t at = 0;
-    int n, p, q, k;
-
-    for (n = 0; n < a->n; n++)
-        for (p = 0; p < a->p; p++)
-            for (q = 0; q < a->q; q++)
-                for (k = 0; k < a->k; k++)
-                    mpti_store(a->dtype, a->y, at++,
-                               n < a->num_valid ? mpti_fprop_at(a, n, p, q, k) : 0);
 }
 
 /* dx[n,h,v,c] = sum over r,s,k of dy[n,p,q,k] * w[k,r,s,c], where p * stride - padding + r = h: the
@@ -9079,30 +9056,19 @@ static float mpti_dgrad_at(const mpt_conv2d_args *a, int n, int h, int v, int c)
     float sum = 0;
     int r, s, k;
 
+    if (n >= a->num_valid) return 0;
     for (r = 0; r < a->r; r++) {
         for (s = 0; s < a->s; s++) {
-            int up = h + a->padding - r, left = v + a->padding - s, p = up / a->stride,
-                q = left / a->stride;
+            const int up = h + a->padding - r, left = v + a->padding - s;
+            const int p = up / a->stride, q = left / a->stride;
             if (up < 0 || left < 0 || up % a->stride || left % a->stride || p >= a->p || q >= a->q)
                 continue;
             for (k = 0; k < a->k; k++)
-                sum += mpti_load(a->dtype, a->dy, (((size_t)n * a->p + p) * a->q + q) * a->k + k) *
-                       mpti_load(a->dtype, a->w, (((size_t)k * a->r + r) * a->s + s) * a->c + c);
+                sum += mpti_load(a->dtype, a->dy, mpti_output_at(a, n, p, q) + k) *
+                       mpti_load(a->dtype, a->w, mpti_weight_at(a, k, r, s) + c);
         }
     }
     return sum;
-}
-
-static void mpti_dgrad_define(const mpt_conv2d_args *a) {
-    size_t at = 0;
-    int n, h, v, c;
-
-    for (n = 0; n < a->n; n++)
-        for (h = 0; h < a->h; h++)
-            for (v = 0; v < a->wd; v++)
-                for (c = 0; c < a->c; c++)
-                    mpti_store(a->dtype, a->dx, at++,
-                               n < a->num_valid ? mpti_dgrad_at(a, n, h, v, c) : 0);
 }
 
 /* dw[k,r,s,c] = sum over n,p,q of x[n, p*stride-padding+r, q*stride-padding+s, c] * dy[n,p,q,k] */
@@ -9113,37 +9079,39 @@ static float mpti_wgrad_at(const mpt_conv2d_args *a, int k, int r, int s, int c)
     for (n = 0; n < a->num_valid; n++) {
         for (p = 0; p < a->p; p++) {
             for (q = 0; q < a->q; q++) {
-                int h = p * a->stride - a->padding + r, v = q * a->stride - a->padding + s;
-                if (h < 0 || h >= a->h || v < 0 || v >= a->wd) continue;
-                sum += mpti_load(a->dtype, a->x, (((size_t)n * a->h + h) * a->wd + v) * a->c + c) *
-                       mpti_load(a->dtype, a->dy, (((size_t)n * a->p + p) * a->q + q) * a->k + k);
+                const int64_t x = mpti_tap_at(a, n, p, q, r, s);
+                if (x < 0) continue;
+                sum += mpti_load(a->dtype, a->x, (size_t)x + c) *
+                       mpti_load(a->dtype, a->dy, mpti_output_at(a, n, p, q) + k);
             }
         }
     }
     return sum;
 }
 
-static void mpti_wgrad_define(const mpt_conv2d_args *a) {
-    size_t at = 0, pixel, pixels = (size_t)a->num_valid * a->p * a->q;
-    int k, r, s, c;
-
-    for (k = 0; k < a->k; k++)
-        for (r = 0; r < a->r; r++)
-            for (s = 0; s < a->s; s++)
-                for (c = 0; c < a->c; c++) a->dw[at++] = mpti_wgrad_at(a, k, r, s, c);
-    for (k = 0; k < a->k && a->dbias; k++) { /* dbias[k] = sum over n,p,q of dy[n,p,q,k] */
-        a->dbias[k] = 0;
-        for (pixel = 0; pixel < pixels; pixel++)
-            a->dbias[k] += mpti_load(a->dtype, a->dy, pixel * a->k + k);
-    }
-}
-
 static mpt_result mpti_conv2d_define(const mpti_cpu *cpu, const mpt_conv2d_args *a,
                                      mpti_direction direction) {
+    const int of_y[4] = {a->n, a->p, a->q, a->k}, of_x[4] = {a->n, a->h, a->wd, a->c};
+    const int of_w[4] = {a->k, a->r, a->s, a->c};
+    const int *dims = direction == MPTI_FPROP ? of_y : direction == MPTI_DGRAD ? of_x : of_w;
+    const size_t outputs = mpti_output_at(a, a->num_valid, 0, 0);
+    size_t at = 0;
+    int i[4];
+
     (void)cpu;
-    if (direction == MPTI_FPROP) mpti_fprop_define(a);
-    else if (direction == MPTI_DGRAD) mpti_dgrad_define(a);
-    else mpti_wgrad_define(a);
+    for (i[0] = 0; i[0] < dims[0]; i[0]++)
+        for (i[1] = 0; i[1] < dims[1]; i[1]++)
+            for (i[2] = 0; i[2] < dims[2]; i[2]++)
+                for (i[3] = 0; i[3] < dims[3]; i[3]++, at++) {
+                    if (direction == MPTI_WGRAD)
+                        a->dw[at] = mpti_wgrad_at(a, i[0], i[1], i[2], i[3]);
+                    else if (direction == MPTI_FPROP)
+                        mpti_store(a->dtype, a->y, at, mpti_fprop_at(a, i[0], i[1], i[2], i[3]));
+                    else mpti_store(a->dtype, a->dx, at, mpti_dgrad_at(a, i[0], i[1], i[2], i[3]));
+                }
+    if (direction != MPTI_WGRAD || !a->dbias) return MPT_OK;
+    memset(a->dbias, 0, (size_t)a->k * sizeof(float)); /* dbias[k]: sum over n,p,q of dy[n,p,q,k] */
+    for (at = 0; at < outputs; at++) a->dbias[at % a->k] += mpti_load(a->dtype, a->dy, at);
     return MPT_OK;
 }
 
@@ -9165,16 +9133,19 @@ static size_t mpti_conv2d_define_bytes(const mpt_conv2d_args *a, mpti_direction 
 
    dgrad is the same with dy for x and a turned filter. With a stride, the pixels of dx fall into
    stride * stride phases by what is left of (h + padding, w + padding) / stride; each meets only
-   every stride-th tap, and is a convolution of step 1 of its own. Each output number is one sum in
-   the order r, s, c, so no choice of band or block changes a bit. */
+   every stride-th tap, and is a convolution of step 1 of its own. Each output number is a sum in
+   the order r, s, c, in pieces that the filter alone decides on: no choice of band changes a bit. */
 enum {
     MPTI_CONV_CHUNKS = 32,        /* each has scratch of its own */
     MPTI_BAND_FLOATS = 32 * 1024, /* of a staged band and its results: half of a 256 KiB L2 cache */
-    MPTI_RUN_FLOATS = 384         /* 24 KiB of packed weights stay in L1 while a band passes */
+    MPTI_RUN_FLOATS = 96 /* numbers of one sum: longer ones round more (resnet20's values before
+                            the last ReLU: 3.5e-6 off with 384, 2.4e-6 with 96), shorter ones cost
+                            time; 6 KiB of packed weights */
 };
 
 /* out[j][l] = sum over the taps of the source that begin at row0 + j * step, col0 + l * step */
 typedef struct mpti_correlation {
+    int phase;                               /* of dgrad */
     int h, w, c;                             /* of the source image */
     int row0, col0, step;                    /* row0, col0 < 0: padding */
     int taps_r, taps_s;                      /* 0: nothing falls here */
@@ -9185,9 +9156,7 @@ typedef struct mpti_correlation {
     size_t packed_at, packed_floats; /* within the packed weights */
 } mpti_correlation;
 
-static int mpti_panel_width(int k, int k0) {
-    return k - k0 > 8 ? 16 : 8;
-}
+static int mpti_panel_width(int k, int k0) { return k - k0 > 8 ? 16 : 8; }
 
 /* The columns of all panels: 16s, and an 8 if that holds the rest. */
 static int mpti_panel_end(int k) {
@@ -9195,50 +9164,35 @@ static int mpti_panel_end(int k) {
     return k - rest + (rest > 8 ? 16 : rest > 0 ? 8 : 0);
 }
 
+static size_t mpti_round16(size_t floats) { /* 64 bytes: no two threads write to one cache line */
+    return (floats + 15) / 16 * 16;
+}
+
 static size_t mpti_staged_floats(const mpti_correlation *g, int rows) {
     return (size_t)((rows - 1) * g->step + g->taps_r) *
            (size_t)((g->cols - 1) * g->step + g->taps_s) * g->c;
 }
 
-static void mpti_choose_band(mpti_correlation *g) {
-    size_t row = (size_t)g->step * (size_t)((g->cols - 1) * g->step + g->taps_s) * g->c +
-                 (size_t)g->cols * mpti_panel_end(g->k);
-    size_t fit = MPTI_BAND_FLOATS / row;
-
-    g->band_rows = fit < 1 ? 1 : fit < (size_t)g->rows ? (int)fit : g->rows;
-    g->packed_floats = (size_t)g->taps_r * g->taps_s * g->c * mpti_panel_end(g->k);
-}
-
-/* A 1x1 filter of stride 1 doesn't see rows: all pixels of the slice are one row, cut into groups.
-   */
+/* A 1x1 filter of stride 1 sees no rows: the slice is one row of pixels, cut into groups. */
 static bool mpti_is_flat(const mpt_conv2d_args *a) {
     return a->r == 1 && a->s == 1 && a->stride == 1 && a->padding == 0;
 }
 
-static int mpti_flat_group(const mpt_conv2d_args *a) {
-    int64_t fit = MPTI_BAND_FLOATS / ((int64_t)a->c + a->k), total = (int64_t)a->n * a->h * a->wd;
-    return (int)mpti_min64(total, fit < 48 ? 48 : fit > 192 ? 192 : fit);
+/* What is cut into items: all pixels if flat, else images. */
+typedef struct mpti_units {
+    int64_t total, valid, x, y; /* how many; numbers of x and of y in one */
+} mpti_units;
+
+static mpti_units mpti_conv_units(const mpt_conv2d_args *a) {
+    const int64_t pixels = (int64_t)a->h * a->wd, of_image = mpti_is_flat(a) ? pixels : 1;
+    const mpti_units u = {a->n * of_image, a->num_valid * of_image, pixels / of_image * a->c,
+                          (int64_t)a->p * a->q / of_image * a->k};
+    return u;
 }
 
-static void mpti_fprop_geometry(const mpt_conv2d_args *a, mpti_correlation *g) {
-    memset(g, 0, sizeof *g);
-    g->h = a->h;
-    g->w = a->wd;
-    g->c = a->c;
-    g->row0 = g->col0 = -a->padding;
-    g->step = a->stride;
-    g->taps_r = a->r;
-    g->taps_s = a->s;
-    g->rows = a->p;
-    g->cols = a->q;
-    g->dst_step = 1;
-    g->dst_w = a->q;
-    g->k = a->k;
-    if (mpti_is_flat(a)) {
-        g->h = g->rows = 1;
-        g->w = g->cols = g->dst_w = mpti_flat_group(a);
-    }
-    mpti_choose_band(g);
+static int mpti_flat_group(const mpt_conv2d_args *a) {
+    const int64_t fit = MPTI_BAND_FLOATS / ((int64_t)a->c + a->k);
+    return (int)mpti_min64(mpti_conv_units(a).total, mpti_min64(mpti_max64(fit, 48), 192));
 }
 
 /* One axis of a phase: u = h + padding = phase + stride * j. Tap i, counted backwards, is the
@@ -9255,76 +9209,87 @@ static int mpti_phase_axis(int size, int kernel, int stride, int padding, int ph
     return taps;
 }
 
-static void mpti_dgrad_geometry(const mpt_conv2d_args *a, int phase, mpti_correlation *g) {
+static void mpti_geometry(const mpt_conv2d_args *a, bool forward, int phase, mpti_correlation *g) {
+    size_t row;
+
     memset(g, 0, sizeof *g);
-    g->h = a->p;
-    g->w = a->q;
-    g->c = a->k;
-    g->step = 1;
-    g->taps_r = mpti_phase_axis(a->h, a->r, a->stride, a->padding, phase / a->stride, &g->row0,
-                                &g->dst_row0, &g->rows);
-    g->taps_s = mpti_phase_axis(a->wd, a->s, a->stride, a->padding, phase % a->stride, &g->col0,
-                                &g->dst_col0, &g->cols);
-    g->dst_step = a->stride;
-    g->dst_w = a->wd;
-    g->k = a->c;
+    g->phase = phase;
+    g->h = forward ? a->h : a->p;
+    g->w = forward ? a->wd : a->q;
+    g->c = forward ? a->c : a->k;
+    g->k = forward ? a->k : a->c;
+    g->dst_w = forward ? a->q : a->wd;
+    g->step = forward ? a->stride : 1;
+    g->dst_step = forward ? 1 : a->stride;
+    if (forward) {
+        g->row0 = g->col0 = -a->padding;
+        g->taps_r = a->r;
+        g->taps_s = a->s;
+        g->rows = a->p;
+        g->cols = a->q;
+    } else {
+        g->taps_r = mpti_phase_axis(a->h, a->r, a->stride, a->padding, phase / a->stride, &g->row0,
+                                    &g->dst_row0, &g->rows);
+        g->taps_s = mpti_phase_axis(a->wd, a->s, a->stride, a->padding, phase % a->stride, &g->col0,
+                                    &g->dst_col0, &g->cols);
+    }
     if (mpti_is_flat(a)) {
         g->h = g->rows = 1;
         g->w = g->cols = g->dst_w = mpti_flat_group(a);
     }
     if (g->rows == 0 || g->cols == 0 || g->taps_s == 0) g->taps_r = 0;
-    if (g->taps_r) mpti_choose_band(g);
+    if (g->taps_r == 0) return;
+    row = (size_t)g->step * (size_t)((g->cols - 1) * g->step + g->taps_s) * g->c +
+          (size_t)g->cols * mpti_panel_end(g->k);
+    g->band_rows = (int)mpti_max64(mpti_min64((int64_t)(MPTI_BAND_FLOATS / row), g->rows), 1);
+    g->packed_floats = (size_t)g->taps_r * g->taps_s * g->c * mpti_panel_end(g->k);
 }
 
-typedef struct mpti_conv_plan { /* what the workspace is for; a function of the shape alone */
-    int64_t items, chunks;      /* images, or groups of pixels */
-    int num_phases;
-    size_t packed_floats, slot_floats, bytes;
-} mpti_conv_plan;
+/* The phases that have taps, one after the other: starts with g->phase -1, false after the last. */
+static bool mpti_next_phase(const mpt_conv2d_args *a, bool forward, mpti_correlation *g) {
+    const int num_phases = forward ? 1 : a->stride * a->stride;
+    const size_t packed_at = g->phase < 0 ? 0 : g->packed_at + mpti_round16(g->packed_floats);
+    int phase = g->phase;
 
-static size_t mpti_round16(size_t floats) { /* 64 bytes: no two threads write to one cache line */
-    return (floats + 15) / 16 * 16;
-}
-
-static void mpti_phase_geometry(const mpt_conv2d_args *a, bool forward, int phase, size_t packed_at,
-                                mpti_correlation *g) {
-    if (forward) mpti_fprop_geometry(a, g);
-    else mpti_dgrad_geometry(a, phase, g);
+    do {
+        if (++phase == num_phases) return false;
+        mpti_geometry(a, forward, phase, g);
+    } while (g->taps_r == 0);
     g->packed_at = packed_at;
-}
-
-static void mpti_conv_plan_make(const mpt_conv2d_args *a, bool forward, mpti_conv_plan *plan) {
-    int64_t total = (int64_t)a->n * a->h * a->wd;
-    mpti_correlation g;
-    int phase;
-
-    memset(plan, 0, sizeof *plan);
-    plan->items = mpti_is_flat(a) ? (total + mpti_flat_group(a) - 1) / mpti_flat_group(a) : a->n;
-    plan->chunks = mpti_num_chunks(plan->items, MPTI_CONV_CHUNKS);
-    plan->num_phases = forward ? 1 : a->stride * a->stride;
-    for (phase = 0; phase < plan->num_phases; phase++) {
-        size_t slot;
-        mpti_phase_geometry(a, forward, phase, plan->packed_floats, &g);
-        if (!g.taps_r) continue;
-        slot = mpti_round16(mpti_staged_floats(&g, g.band_rows)) +
-               mpti_round16((size_t)g.band_rows * g.cols * mpti_panel_end(g.k));
-        if (slot > plan->slot_floats) plan->slot_floats = slot;
-        plan->packed_floats += mpti_round16(g.packed_floats);
-    }
-    plan->bytes = (plan->packed_floats + (size_t)plan->chunks * plan->slot_floats) * sizeof(float);
+    return true;
 }
 
 typedef struct mpti_conv_job {
-    const mpti_cpu *cpu;
     const mpt_conv2d_args *a;
     bool forward;
-    mpti_conv_plan plan;
+    /* what the workspace is for, a function of the shape alone */
+    int64_t group, items; /* units of an item */
+    size_t packed_floats, slot_floats, bytes;
     float *packed, *slots;
 } mpti_conv_job;
 
+static void mpti_conv_plan(const mpt_conv2d_args *a, bool forward, mpti_conv_job *job) {
+    mpti_correlation g;
+
+    memset(job, 0, sizeof *job);
+    job->a = a;
+    job->forward = forward;
+    job->group = mpti_is_flat(a) ? mpti_flat_group(a) : 1;
+    job->items = (mpti_conv_units(a).total + job->group - 1) / job->group;
+    for (g.phase = -1; mpti_next_phase(a, forward, &g);) {
+        const size_t slot = mpti_round16(mpti_staged_floats(&g, g.band_rows)) +
+                            mpti_round16((size_t)g.band_rows * g.cols * mpti_panel_end(g.k));
+        if (slot > job->slot_floats) job->slot_floats = slot;
+        job->packed_floats = g.packed_at + mpti_round16(g.packed_floats);
+    }
+    job->bytes = sizeof(float) * (job->packed_floats + job->slot_floats *
+                                  (size_t)mpti_min64(job->items, MPTI_CONV_CHUNKS));
+    job->packed = (float *)a->workspace;
+    job->slots = job->packed + job->packed_floats;
+}
+
 /* One panel: (taps_r, taps_s * c, width), zeros where there is no output. */
-static void mpti_pack_panel(const mpti_conv_job *job, const mpti_correlation *g, int phase,
-                            int k0) {
+static void mpti_pack_panel(const mpti_conv_job *job, const mpti_correlation *g, int k0) {
     const mpt_conv2d_args *a = job->a;
     const int width = mpti_panel_width(g->k, k0), st = a->stride;
     float *out = job->packed + g->packed_at + (size_t)k0 * g->taps_r * g->taps_s * g->c;
@@ -9332,12 +9297,12 @@ static void mpti_pack_panel(const mpti_conv_job *job, const mpti_correlation *g,
 
     for (i = 0; i < g->taps_r; i++) {
         for (j = 0; j < g->taps_s; j++) {
-            int r = job->forward ? i : phase / st + st * (g->taps_r - 1 - i);
-            int s = job->forward ? j : phase % st + st * (g->taps_s - 1 - j);
+            int r = job->forward ? i : g->phase / st + st * (g->taps_r - 1 - i);
+            int s = job->forward ? j : g->phase % st + st * (g->taps_s - 1 - j);
             for (c = 0; c < g->c; c++, out += width) {
                 for (e = 0; e < width; e++) {
                     int filter = job->forward ? k0 + e : c, channel = job->forward ? c : k0 + e;
-                    size_t at = (((size_t)filter * a->r + r) * a->s + s) * a->c + channel;
+                    size_t at = mpti_weight_at(a, filter, r, s) + channel;
                     out[e] = k0 + e < g->k ? mpti_load(a->dtype, a->w, at) : 0;
                 }
             }
@@ -9345,49 +9310,42 @@ static void mpti_pack_panel(const mpti_conv_job *job, const mpti_correlation *g,
     }
 }
 
-static void mpti_pack_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+static void mpti_pack_range(const mpti_cpu *cpu, const void *user, mpti_range r) {
     const mpti_conv_job *job = (const mpti_conv_job *)user;
-    size_t packed_at = 0;
-    int phase;
+    mpti_correlation g;
     int64_t panel;
 
-    (void)chunk;
-    for (phase = 0; phase < job->plan.num_phases; phase++) {
-        mpti_correlation g;
-        mpti_phase_geometry(job->a, job->forward, phase, packed_at, &g);
-        if (!g.taps_r) continue;
-        for (panel = begin; panel < end; panel++) mpti_pack_panel(job, &g, phase, (int)panel * 16);
-        packed_at += mpti_round16(g.packed_floats);
-    }
+    (void)cpu;
+    for (g.phase = -1; mpti_next_phase(job->a, job->forward, &g);)
+        for (panel = r.begin; panel < r.end; panel++) mpti_pack_panel(job, &g, (int)panel * 16);
 }
 
-/* Rows row0 .. and columns col0 .. of an image as FP32 (rows,cols,c); zeros outside of it. */
-static void mpti_stage(const mpti_cpu *cpu, mpt_dtype dtype, const void *image,
-                       const mpti_correlation *g, int row0, int rows, int cols, float *out) {
+/* Rows row0 .. and columns col0 .. of the image at src[at] as FP32 (rows,cols,c), zeros outside of
+   it: where they are if in_place, else in `staged`. *row_floats: from one row to the next. */
+static const float *mpti_stage(const mpti_cpu *cpu, mpt_dtype dtype, const void *src, int64_t at,
+                               const mpti_correlation *g, int row0, int rows, bool in_place,
+                               float *staged, ptrdiff_t *row_floats) {
+    const int cols = (g->cols - 1) * g->step + g->taps_s;
     const int first = mpti_max_int(g->col0, 0), last = mpti_min_int(g->col0 + cols, g->w);
-    const size_t row_floats = (size_t)cols * g->c;
+    const size_t row = (size_t)cols * g->c, left = (size_t)(first - g->col0) * g->c;
+    const size_t count = first < last ? (size_t)(last - first) * g->c : 0;
+    float *out = staged;
     int i;
 
-    for (i = 0; i < rows; i++, out += row_floats) {
-        size_t left = (size_t)(first - g->col0) * g->c,
-               count = first < last ? (size_t)(last - first) * g->c : 0;
-        if (row0 + i < 0 || row0 + i >= g->h || count == 0) {
-            memset(out, 0, row_floats * sizeof(float));
+    *row_floats = in_place ? (ptrdiff_t)g->w * g->c : (ptrdiff_t)row;
+    if (in_place) return (const float *)src + at + ((ptrdiff_t)row0 * g->w + g->col0) * g->c;
+    for (i = row0; i < row0 + rows; i++, out += row) {
+        if (i < 0 || i >= g->h || count == 0) {
+            memset(out, 0, row * sizeof(float));
             continue;
         }
         memset(out, 0, left * sizeof(float));
-        cpu->family->widen(dtype,
-                           mpti_at(dtype, image, ((int64_t)(row0 + i) * g->w + first) * g->c),
-                           out + left, count);
-        memset(out + left + count, 0, (row_floats - left - count) * sizeof(float));
+        mpti_row_load(cpu, dtype, src, at + ((int64_t)i * g->w + first) * g->c, (int64_t)count,
+                      out + left);
+        memset(out + left + count, 0, (row - left - count) * sizeof(float));
     }
+    return staged;
 }
-
-/* Some taps, or part of one tap's run, of all panels and all rows of a band. */
-typedef struct mpti_taps {
-    int taps, run;
-    size_t a_at, b_at; /* where they begin: in a staged row; in a panel, in rows of `width` */
-} mpti_taps;
 
 typedef struct mpti_band {
     const float *a; /* (rows * step + taps_r - 1, a_row) */
@@ -9397,10 +9355,11 @@ typedef struct mpti_band {
     ptrdiff_t y_row, y_pixel;
 } mpti_band;
 
+/* Of all panels and rows of a band: `taps` taps, `run` numbers of each, from row b_at of a panel
+   on; they meet what begins at a_at in the staged rows. */
 static void mpti_band_block(const mpti_cpu *cpu, const mpti_correlation *g, const float *packed,
-                            const mpti_band *band, const mpti_taps *block) {
-    const int tiles = (g->cols + cpu->family->max_rows - 1) /
-                      cpu->family->max_rows; /* nearly equal */
+                            const mpti_band *band, int taps, int run, size_t a_at, size_t b_at) {
+    const int most = cpu->family->max_rows, tiles = (g->cols + most - 1) / most; /* nearly equal */
     const size_t depth = (size_t)g->taps_r * g->taps_s * g->c;
     mpti_product t;
     int k0, j, i;
@@ -9408,20 +9367,20 @@ static void mpti_band_block(const mpti_cpu *cpu, const mpti_correlation *g, cons
     t.a_outer = band->a_row;
     t.a_inner = 1;
     t.a_row = (ptrdiff_t)g->step * g->c;
-    t.num_outer = block->taps;
-    t.num_inner = block->run;
+    t.num_outer = taps;
+    t.num_inner = run;
     t.y_row = band->y_pixel;
-    t.accumulate = block->b_at > 0;
+    t.accumulate = b_at > 0;
     for (k0 = 0; k0 < g->k; k0 += 16) {
         int width = mpti_panel_width(g->k, k0);
-        t.b = packed + k0 * depth + block->b_at * width;
+        t.b = packed + k0 * depth + b_at * width;
         t.b_inner = width;
-        t.b_outer = (ptrdiff_t)block->run * width;
+        t.b_outer = (ptrdiff_t)run * width;
         for (j = 0; j < band->rows; j++) {
             for (i = 0; i < tiles; i++) {
-                int l = (int)((int64_t)g->cols * i / tiles),
-                    end = (int)((int64_t)g->cols * (i + 1) / tiles);
-                t.a = band->a + j * g->step * band->a_row + l * t.a_row + block->a_at;
+                const int l = (int)((int64_t)g->cols * i / tiles);
+                const int end = (int)((int64_t)g->cols * (i + 1) / tiles);
+                t.a = band->a + j * g->step * band->a_row + l * t.a_row + a_at;
                 t.y = band->y + j * band->y_row + l * band->y_pixel + k0;
                 cpu->family->product(&t, end - l, width);
             }
@@ -9432,30 +9391,24 @@ static void mpti_band_block(const mpti_cpu *cpu, const mpti_correlation *g, cons
 static void mpti_band_multiply(const mpti_cpu *cpu, const mpti_correlation *g, const float *packed,
                                const mpti_band *band) {
     const int run = g->taps_s * g->c;
-    mpti_taps block;
-    int tap, at;
+    int tap, at, count;
 
-    if (g->taps_r * run <= MPTI_RUN_FLOATS) {
-        block.taps = g->taps_r;
-        block.run = run;
-        block.a_at = block.b_at = 0;
-        mpti_band_block(cpu, g, packed, band, &block);
+    if ((int64_t)g->taps_r * run <= MPTI_RUN_FLOATS) {
+        mpti_band_block(cpu, g, packed, band, g->taps_r, run, 0, 0);
         return;
     }
-    block.taps = 1;
     for (tap = 0; tap < g->taps_r; tap++) {
-        for (at = 0; at < run; at += block.run) {
-            block.run = mpti_min_int(run - at, MPTI_RUN_FLOATS);
-            block.a_at = (size_t)tap * band->a_row + at;
-            block.b_at = (size_t)tap * run + at;
-            mpti_band_block(cpu, g, packed, band, &block);
+        for (at = 0; at < run; at += count) {
+            count = mpti_min_int(run - at, MPTI_RUN_FLOATS);
+            mpti_band_block(cpu, g, packed, band, 1, count, (size_t)tap * band->a_row + at,
+                            (size_t)tap * run + at);
         }
     }
 }
 
-/* A band's results in scratch (rows,cols,y_pixel) to the image, with bias. */
-static void mpti_band_store(const mpti_conv_job *job, const mpti_correlation *g,
-                            const mpti_band *band, int j0, void *image) {
+/* A band's results in scratch (rows,cols,y_pixel) to the image at dst[at], with bias. */
+static void mpti_band_store(const mpti_cpu *cpu, const mpti_conv_job *job,
+                            const mpti_correlation *g, const mpti_band *band, int j0, int64_t at) {
     const mpt_conv2d_args *a = job->a;
     const float *bias = job->forward ? a->bias : NULL;
     int j, l, e;
@@ -9465,106 +9418,65 @@ static void mpti_band_store(const mpti_conv_job *job, const mpti_correlation *g,
         for (l = 0; l < g->cols; l++) {
             float *y = band->y + j * band->y_row + l * band->y_pixel;
             for (e = 0; bias && e < g->k; e++) y[e] += bias[e];
-            job->cpu->family->narrow(a->dtype, y,
-                                     mpti_at_mutable(a->dtype, image,
-                                                     (row + (int64_t)l * g->dst_step) * g->k),
-                                     (size_t)g->k);
+            mpti_row_store(cpu, a->dtype, y, job->forward ? a->y : a->dx,
+                           at + (row + (int64_t)l * g->dst_step) * g->k, g->k);
         }
     }
 }
 
-/* One phase of one image, band by band. FP32 without borders is read in place, FP32 in whole panels
-   is written in place; all else goes through the scratch slot. */
-static void mpti_correlate(const mpti_conv_job *job, const mpti_correlation *g, const void *src,
-                           void *dst, float *slot) {
+/* One phase of one image, band by band, from src[src_at] to dst[dst_at]. FP32 without borders is
+   read in place, FP32 in whole panels is written in place; all else goes through the slot. */
+static void mpti_correlate(const mpti_cpu *cpu, const mpti_conv_job *job, const mpti_correlation *g,
+                           int64_t src_at, int64_t dst_at, float *slot) {
     const mpt_dtype dtype = job->a->dtype;
-    const int staged_cols = (g->cols - 1) * g->step + g->taps_s;
-    const bool inside = g->row0 >= 0 && g->col0 >= 0 && g->col0 + staged_cols <= g->w &&
-                        g->row0 + (g->rows - 1) * g->step + g->taps_r <= g->h;
+    const void *src = job->forward ? job->a->x : job->a->dy;
+    float *dst = (float *)(job->forward ? job->a->y : job->a->dx); /* if in_place */
+    const bool inside = g->row0 >= 0 && g->row0 + (g->rows - 1) * g->step + g->taps_r <= g->h &&
+                        g->col0 >= 0 && g->col0 + (g->cols - 1) * g->step + g->taps_s <= g->w;
     const bool in_place = dtype == MPT_F32 && g->k == mpti_panel_end(g->k) &&
                           !(job->forward && job->a->bias);
-    float *results = slot + mpti_round16(mpti_staged_floats(g, g->band_rows));
     mpti_band band;
     int j0;
 
     for (j0 = 0; j0 < g->rows; j0 += band.rows) {
-        int row0 = g->row0 + j0 * g->step;
         band.rows = mpti_min_int(g->rows - j0, g->band_rows);
-        band.a = slot;
-        band.a_row = (ptrdiff_t)staged_cols * g->c;
-        if (dtype == MPT_F32 && inside) {
-            band.a_row = (ptrdiff_t)g->w * g->c;
-            band.a = (const float *)src + row0 * band.a_row + (ptrdiff_t)g->col0 * g->c;
-        } else {
-            mpti_stage(job->cpu, dtype, src, g, row0, (band.rows - 1) * g->step + g->taps_r,
-                       staged_cols, slot);
-        }
-        band.y = results;
+        band.a = mpti_stage(cpu, dtype, src, src_at, g, g->row0 + j0 * g->step,
+                            (band.rows - 1) * g->step + g->taps_r, dtype == MPT_F32 && inside, slot,
+                            &band.a_row);
+        band.y = slot + mpti_round16(mpti_staged_floats(g, g->band_rows));
         band.y_pixel = mpti_panel_end(g->k);
         band.y_row = g->cols * band.y_pixel;
         if (in_place) {
-            int64_t at = ((int64_t)(g->dst_row0 + j0 * g->dst_step) * g->dst_w + g->dst_col0) *
-                         g->k;
-            band.y = (float *)dst + at;
+            int64_t pixel = (int64_t)(g->dst_row0 + j0 * g->dst_step) * g->dst_w + g->dst_col0;
+            band.y = dst + dst_at + pixel * g->k;
             band.y_pixel = (ptrdiff_t)g->dst_step * g->k;
             band.y_row = (ptrdiff_t)g->dst_step * g->dst_w * g->k;
         }
-        mpti_band_multiply(job->cpu, g, job->packed + g->packed_at, &band);
-        if (!in_place) mpti_band_store(job, g, &band, j0, dst);
+        mpti_band_multiply(cpu, g, job->packed + g->packed_at, &band);
+        if (!in_place) mpti_band_store(cpu, job, g, &band, j0, dst_at);
     }
 }
 
-/* The images or pixel groups of one chunk. */
-static void mpti_conv_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+static void mpti_conv_range(const mpti_cpu *cpu, const void *user, mpti_range r) {
     const mpti_conv_job *job = (const mpti_conv_job *)user;
     const mpt_conv2d_args *a = job->a;
-    const void *src = job->forward ? a->x : a->dy;
-    void *dst = job->forward ? a->y : a->dx;
-    const int64_t in = job->forward ? (int64_t)a->h * a->wd * a->c : (int64_t)a->p * a->q * a->k;
-    const int64_t out = job->forward ? (int64_t)a->p * a->q * a->k : (int64_t)a->h * a->wd * a->c;
-    const bool flat = mpti_is_flat(a),
-               has_gaps = !job->forward && (a->r < a->stride || a->s < a->stride);
-    const int64_t pixels = (int64_t)a->h * a->wd; /* of an image; of a group if flat: */
-    const int64_t group = flat ? mpti_flat_group(a) : 1,
-                  valid = flat ? a->num_valid * pixels : a->num_valid;
-    const int64_t total = flat ? a->n * pixels : a->n, scale = flat ? pixels : 1;
-    size_t packed_at;
+    const mpti_units u = mpti_conv_units(a);
+    const int64_t in = job->forward ? u.x : u.y, out = job->forward ? u.y : u.x;
+    const bool has_gaps = !job->forward && (a->r < a->stride || a->s < a->stride);
     int64_t item;
-    int phase;
 
-    for (item = begin; item < end; item++) {
-        int64_t first = item * group, last = mpti_min64(first + group, total);
-        int64_t count = mpti_max64(mpti_min64(last, valid) - first,
-                                   0); /* images or pixels that count */
-        mpti_zero(a->dtype, dst, (first + (has_gaps ? 0 : count)) * (out / scale),
-                  last * (out / scale));
-        for (phase = 0, packed_at = 0; phase < job->plan.num_phases && count > 0; phase++) {
-            mpti_correlation g;
-            mpti_phase_geometry(a, job->forward, phase, packed_at, &g);
-            if (!g.taps_r) continue;
-            packed_at += mpti_round16(g.packed_floats);
-            if (flat) g.w = g.cols = g.dst_w = (int)count;
-            mpti_correlate(job, &g, mpti_at(a->dtype, src, first * (in / scale)),
-                           mpti_at_mutable(a->dtype, dst, first * (out / scale)),
-                           job->slots + (size_t)chunk * job->plan.slot_floats);
+    for (item = r.begin; item < r.end; item++) {
+        const int64_t first = item * job->group, last = mpti_min64(first + job->group, u.total);
+        const int64_t count = mpti_max64(mpti_min64(last, u.valid) - first, 0);
+        mpti_correlation g;
+        mpti_zero(a->dtype, job->forward ? a->y : a->dx, (first + (has_gaps ? 0 : count)) * out,
+                  last * out);
+        for (g.phase = -1; count > 0 && mpti_next_phase(a, job->forward, &g);) {
+            if (mpti_is_flat(a)) g.w = g.cols = g.dst_w = (int)count;
+            mpti_correlate(cpu, job, &g, first * in, first * out,
+                           job->slots + (size_t)r.chunk * job->slot_floats);
         }
     }
-}
-
-static mpt_result mpti_conv_run(const mpti_cpu *cpu, const mpt_conv2d_args *a, bool forward) {
-    mpti_conv_job job;
-    mpt_result rc;
-
-    job.cpu = cpu;
-    job.a = a;
-    job.forward = forward;
-    mpti_conv_plan_make(a, forward, &job.plan);
-    job.packed = (float *)a->workspace;
-    job.slots = job.packed + job.plan.packed_floats;
-    rc = mpti_for_ranges(cpu, ((forward ? a->k : a->c) + 15) / 16, MPTI_CONV_CHUNKS,
-                         mpti_pack_range, &job);
-    if (rc) return rc;
-    return mpti_for_ranges(cpu, job.plan.items, MPTI_CONV_CHUNKS, mpti_conv_range, &job);
 }
 
 /* ---- convolution, blocked: wgrad ----------------------------------------------------------------
@@ -9577,78 +9489,71 @@ enum {
     MPTI_WGRAD_BAND_FLOATS = 16 * 1024 /* of x and dy per band: passed over once per tile of dw */
 };
 
-typedef struct mpti_wgrad_plan {
-    int64_t items, image_chunks, filter_chunks;
-    int group;     /* pixels of an item if flat */
-    int band_rows; /* of dy */
+typedef struct mpti_wgrad_job {
+    const mpt_conv2d_args *a;
+    int64_t group, items, image_chunks, filter_chunks; /* group: units of an item */
+    int band_rows;                                     /* of dy */
     int run, run_end;
     size_t part_floats; /* dw (k,r,run_end), then dbias (k) */
     size_t x_floats, slot_floats, bytes;
-} mpti_wgrad_plan;
-
-static void mpti_wgrad_plan_make(const mpt_conv2d_args *a, mpti_wgrad_plan *plan) {
-    const bool flat = mpti_is_flat(a);
-    const int64_t pixels = (int64_t)a->n * a->p * a->q, step = a->stride;
-    int64_t cols, chunks, band;
-
-    memset(plan, 0, sizeof *plan);
-    plan->run = a->s * a->c;
-    plan->run_end = mpti_panel_end(plan->run);
-    plan->part_floats = mpti_round16((size_t)a->k * a->r * plan->run_end + a->k);
-    band = MPTI_WGRAD_BAND_FLOATS / ((int64_t)a->c + a->k);
-    plan->group = (int)mpti_min64(pixels, mpti_max64(band, 64));
-    plan->items = flat ? (pixels + plan->group - 1) / plan->group : a->n;
-    /* A part is cleared, added and copied: worth it only for many pixels. */
-    chunks = mpti_min64(mpti_min64(plan->items, MPTI_WGRAD_CHUNKS), pixels / 64);
-    chunks = mpti_min64(chunks, (int64_t)(MPTI_WGRAD_PART_FLOATS / plan->part_floats));
-    plan->image_chunks = mpti_max64(chunks, 1);
-    plan->filter_chunks = mpti_min64((a->k + 15) / 16, MPTI_WGRAD_CHUNKS / plan->image_chunks);
-    cols = flat ? plan->group : a->q;
-    band = MPTI_WGRAD_BAND_FLOATS / (cols * (step * step * a->c + a->k));
-    plan->band_rows = (int)mpti_min64(flat ? 1 : a->p, mpti_max64(band, (64 + cols - 1) / cols));
-    plan->x_floats = (size_t)((plan->band_rows - 1) * step + a->r) *
-                     (size_t)((cols - 1) * step + a->s) * a->c;
-    plan->x_floats = mpti_round16(plan->x_floats + 16); /* and slack: see mpti_wgrad_band */
-    plan->slot_floats = plan->x_floats + mpti_round16((size_t)plan->band_rows * cols * a->k);
-    plan->bytes = (size_t)plan->image_chunks * sizeof(float) *
-                  (plan->part_floats + (size_t)plan->filter_chunks * plan->slot_floats);
-}
-
-typedef struct mpti_wgrad_job {
-    const mpti_cpu *cpu;
-    const mpt_conv2d_args *a;
-    mpti_wgrad_plan plan;
     float *parts, *slots;
 } mpti_wgrad_job;
 
+static void mpti_wgrad_plan(const mpt_conv2d_args *a, mpti_wgrad_job *job) {
+    const bool flat = mpti_is_flat(a);
+    const int64_t pixels = (int64_t)a->n * a->p * a->q, step = a->stride;
+    int64_t cols, chunks, band = MPTI_WGRAD_BAND_FLOATS / ((int64_t)a->c + a->k);
+
+    memset(job, 0, sizeof *job);
+    job->a = a;
+    job->run = a->s * a->c;
+    job->run_end = mpti_panel_end(job->run);
+    job->part_floats = mpti_round16((size_t)a->k * a->r * job->run_end + a->k);
+    job->group = flat ? mpti_min64(pixels, mpti_max64(band, 64)) : 1;
+    job->items = (mpti_conv_units(a).total + job->group - 1) / job->group;
+    /* A part is cleared, added and copied: worth it only for many pixels. */
+    chunks = mpti_min64(mpti_min64(job->items, MPTI_WGRAD_CHUNKS), pixels / 64);
+    chunks = mpti_min64(chunks, (int64_t)(MPTI_WGRAD_PART_FLOATS / job->part_floats));
+    job->image_chunks = mpti_max64(chunks, 1);
+    job->filter_chunks = mpti_min64((a->k + 15) / 16, MPTI_WGRAD_CHUNKS / job->image_chunks);
+    cols = flat ? job->group : a->q;
+    band = MPTI_WGRAD_BAND_FLOATS / (cols * (step * step * a->c + a->k));
+    job->band_rows = (int)mpti_min64(flat ? 1 : a->p, mpti_max64(band, (64 + cols - 1) / cols));
+    job->x_floats = (size_t)((job->band_rows - 1) * step + a->r) *
+                    (size_t)((cols - 1) * step + a->s) * a->c;
+    job->x_floats = mpti_round16(job->x_floats + 16); /* and slack: see mpti_wgrad_band */
+    job->slot_floats = job->x_floats + mpti_round16((size_t)job->band_rows * cols * a->k);
+    job->bytes = (size_t)job->image_chunks * sizeof(float) *
+                 (job->part_floats + (size_t)job->filter_chunks * job->slot_floats);
+    job->parts = (float *)a->workspace;
+    job->slots = job->parts + (size_t)job->image_chunks * job->part_floats;
+}
+
 /* Columns behind a run's end get products with the next pixel: the slack behind x keeps those reads
    inside, and nobody looks at these columns. */
-static void mpti_wgrad_band(const mpti_wgrad_job *job, mpti_product *t, const float *x, int k_begin,
-                            int k_end, float *part) {
+static void mpti_wgrad_band(const mpti_cpu_family *f, const mpti_wgrad_job *job, mpti_product *t,
+                            const float *x, int k_begin, int k_end, float *part) {
     const mpt_conv2d_args *a = job->a;
-    const mpti_cpu_family *f = job->cpu->family;
     const int count = k_end - k_begin, tiles = (count + f->max_rows - 1) / f->max_rows;
     const float *dy = t->a;
     int r, at, i;
 
-    t->y_row = (ptrdiff_t)a->r * job->plan.run_end;
+    t->y_row = (ptrdiff_t)a->r * job->run_end;
     for (r = 0; r < a->r; r++) {
-        for (at = 0; at < job->plan.run; at += 16) {
+        for (at = 0; at < job->run; at += 16) {
             t->b = x + r * (t->b_outer / a->stride) + at;
             for (i = 0; i < tiles; i++) {
                 int k = k_begin + (int)((int64_t)count * i / tiles);
                 int end = k_begin + (int)((int64_t)count * (i + 1) / tiles);
                 t->a = dy + k;
-                t->y = part + ((size_t)k * a->r + r) * job->plan.run_end + at;
-                f->product(t, end - k, mpti_panel_width(job->plan.run, at));
+                t->y = part + ((size_t)k * a->r + r) * job->run_end + at;
+                f->product(t, end - k, mpti_panel_width(job->run, at));
             }
         }
     }
 }
 
-static void mpti_wgrad_bias(const mpti_wgrad_job *job, const mpti_product *t, int k_begin,
-                            int k_end, float *part) {
-    float *dbias = part + (size_t)job->a->k * job->a->r * job->plan.run_end;
+static void mpti_wgrad_bias(const mpti_product *t, int k_begin, int k_end, float *dbias) {
     int u, v, k;
 
     for (u = 0; u < t->num_outer; u++)
@@ -9656,13 +9561,13 @@ static void mpti_wgrad_bias(const mpti_wgrad_job *job, const mpti_product *t, in
             for (k = k_begin; k < k_end; k++) dbias[k] += t->a[u * t->a_outer + v * t->a_inner + k];
 }
 
-/* One image, or one group of pixels, into a part. */
-static void mpti_wgrad_item(const mpti_wgrad_job *job, const mpti_correlation *g, const void *x,
-                            const void *dy, int k_begin, int k_end, float *part, float *slot) {
+/* The item of x[x_at] and dy[dy_at] into a part. */
+static void mpti_wgrad_item(const mpti_cpu *cpu, const mpti_wgrad_job *job,
+                            const mpti_correlation *g, int64_t x_at, int64_t dy_at, int k_begin,
+                            int k_end, float *part, float *slot) {
     const mpt_conv2d_args *a = job->a;
-    const int staged_cols = (g->cols - 1) * g->step + g->taps_s;
-    const bool in_place = a->dtype == MPT_F32 && job->plan.run == job->plan.run_end &&
-                          a->padding == 0;
+    const bool in_place = a->dtype == MPT_F32 && job->run == job->run_end && a->padding == 0;
+    const float *x;
     mpti_product t;
     int p;
 
@@ -9671,112 +9576,96 @@ static void mpti_wgrad_item(const mpti_wgrad_job *job, const mpti_correlation *g
     t.a_outer = (ptrdiff_t)g->cols * a->k;
     t.b_inner = (ptrdiff_t)g->step * a->c;
     for (p = 0; p < g->rows; p += t.num_outer) {
-        const float *x_rows = slot;
-        int row0 = g->row0 + p * g->step;
-        t.num_outer = mpti_min_int(g->rows - p, job->plan.band_rows);
+        t.num_outer = mpti_min_int(g->rows - p, job->band_rows);
         t.num_inner = g->cols;
-        t.b_outer = (ptrdiff_t)g->step * staged_cols * a->c;
-        if (in_place) {
-            t.b_outer = (ptrdiff_t)g->step * g->w * a->c;
-            x_rows = (const float *)x + (ptrdiff_t)row0 * g->w * a->c;
-        } else {
-            mpti_stage(job->cpu, a->dtype, x, g, row0, (t.num_outer - 1) * g->step + a->r,
-                       staged_cols, slot);
-        }
-        t.a = mpti_row_read(job->cpu, a->dtype, dy, p * t.a_outer, t.num_outer * t.a_outer,
-                            slot + job->plan.x_floats);
-        if (a->dbias) mpti_wgrad_bias(job, &t, k_begin, k_end, part);
-        mpti_wgrad_band(job, &t, x_rows, k_begin, k_end, part);
+        x = mpti_stage(cpu, a->dtype, a->x, x_at, g, g->row0 + p * g->step,
+                       (t.num_outer - 1) * g->step + a->r, in_place, slot, &t.b_outer);
+        t.b_outer *= g->step;
+        t.a = mpti_row_read(cpu, a->dtype, a->dy, dy_at + p * t.a_outer, t.num_outer * t.a_outer,
+                            slot + job->x_floats);
+        if (a->dbias)
+            mpti_wgrad_bias(&t, k_begin, k_end, part + (size_t)a->k * a->r * job->run_end);
+        mpti_wgrad_band(cpu->family, job, &t, x, k_begin, k_end, part);
     }
 }
 
-static void mpti_wgrad_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+/* A chunk is some items times some filters. */
+static void mpti_wgrad_range(const mpti_cpu *cpu, const void *user, mpti_range range) {
     const mpti_wgrad_job *job = (const mpti_wgrad_job *)user;
     const mpt_conv2d_args *a = job->a;
-    const mpti_wgrad_plan *plan = &job->plan;
-    const bool flat = mpti_is_flat(a);
-    const int64_t images = chunk / plan->filter_chunks, filters = chunk % plan->filter_chunks;
-    const int k_begin = (int)(a->k * filters / plan->filter_chunks);
-    const int k_end = (int)(a->k * (filters + 1) / plan->filter_chunks);
-    float *part = job->parts + (size_t)images * plan->part_floats;
-    float *slot = job->slots + (size_t)chunk * plan->slot_floats;
-    const size_t filter_floats = (size_t)a->r * plan->run_end;
-    const int64_t x_item = flat ? a->c : (int64_t)a->h * a->wd * a->c;
-    const int64_t dy_item = flat ? a->k : (int64_t)a->p * a->q * a->k;
-    const int64_t valid = flat ? (int64_t)a->num_valid * a->h * a->wd : a->num_valid,
-                  size = flat ? plan->group : 1;
+    const mpti_units u = mpti_conv_units(a);
+    const int64_t images = range.chunk / job->filter_chunks;
+    const int64_t filters = range.chunk % job->filter_chunks;
+    const int k_begin = (int)(a->k * filters / job->filter_chunks);
+    const int k_end = (int)(a->k * (filters + 1) / job->filter_chunks);
+    const size_t filter_floats = (size_t)a->r * job->run_end, count = (size_t)(k_end - k_begin);
+    float *part = job->parts + (size_t)images * job->part_floats;
+    float *slot = job->slots + (size_t)range.chunk * job->slot_floats;
     int64_t item;
 
-    (void)begin; /* the chunk itself is the unit here */
-    (void)end;
-    memset(part + k_begin * filter_floats, 0,
-           (size_t)(k_end - k_begin) * filter_floats * sizeof(float));
-    memset(part + a->k * filter_floats + k_begin, 0, (size_t)(k_end - k_begin) * sizeof(float));
-    memset(slot, 0, plan->x_floats * sizeof(float)); /* so that the slack holds numbers */
-    for (item = plan->items * images / plan->image_chunks;
-         item < plan->items * (images + 1) / plan->image_chunks; item++) {
-        int64_t first = item * size, count = mpti_min64(first + size, valid) - first;
+    memset(part + k_begin * filter_floats, 0, count * filter_floats * sizeof(float));
+    memset(part + a->k * filter_floats + k_begin, 0, count * sizeof(float));
+    memset(slot, 0, job->x_floats * sizeof(float)); /* so that the slack holds numbers */
+    for (item = job->items * images / job->image_chunks;
+         item < job->items * (images + 1) / job->image_chunks; item++) {
+        const int64_t first = item * job->group, last = mpti_min64(first + job->group, u.valid);
         mpti_correlation g;
-        if (count <= 0) return;
-        mpti_fprop_geometry(a, &g);
-        if (flat) g.w = g.cols = (int)count;
-        mpti_wgrad_item(job, &g, mpti_at(a->dtype, a->x, first * x_item),
-                        mpti_at(a->dtype, a->dy, first * dy_item), k_begin, k_end, part, slot);
+        if (first >= last) return;
+        mpti_geometry(a, true, 0, &g);
+        if (mpti_is_flat(a)) g.w = g.cols = (int)(last - first);
+        mpti_wgrad_item(cpu, job, &g, first * u.x, first * u.y, k_begin, k_end, part, slot);
     }
 }
 
 /* Filters begin .. end-1: adds the parts, drops the padding of the runs. */
-static void mpti_wgrad_finish(void *user, int64_t chunk, int64_t begin, int64_t end) {
+static void mpti_wgrad_finish(const mpti_cpu *cpu, const void *user, mpti_range range) {
     const mpti_wgrad_job *job = (const mpti_wgrad_job *)user;
     const mpt_conv2d_args *a = job->a;
-    const mpti_wgrad_plan *plan = &job->plan;
-    const size_t filter_floats = (size_t)a->r * plan->run_end, bias_at = a->k * filter_floats;
+    const size_t begin = (size_t)range.begin, end = (size_t)range.end;
+    const size_t filter_floats = (size_t)a->r * job->run_end, bias_at = a->k * filter_floats;
     size_t row;
 
-    (void)chunk;
-    mpti_tree_sum_f32(job->parts, plan->part_floats, plan->image_chunks,
-                      (size_t)begin * filter_floats, (size_t)end * filter_floats);
-    for (row = (size_t)begin * a->r; row < (size_t)end * a->r; row++)
-        memcpy(a->dw + row * plan->run, job->parts + row * plan->run_end,
-               (size_t)plan->run * sizeof(float));
+    (void)cpu;
+    mpti_tree_sum_f32(job->parts, job->part_floats, job->image_chunks, begin * filter_floats,
+                      end * filter_floats);
+    for (row = begin * a->r; row < end * a->r; row++)
+        memcpy(a->dw + row * job->run, job->parts + row * job->run_end,
+               (size_t)job->run * sizeof(float));
     if (!a->dbias) return;
-    mpti_tree_sum_f32(job->parts, plan->part_floats, plan->image_chunks, bias_at + (size_t)begin,
-                      bias_at + (size_t)end);
-    memcpy(a->dbias + begin, job->parts + bias_at + begin, (size_t)(end - begin) * sizeof(float));
-}
-
-static mpt_result mpti_wgrad_blocked(const mpti_cpu *cpu, const mpt_conv2d_args *a) {
-    mpti_wgrad_job job;
-    mpt_result rc;
-    int64_t chunks;
-
-    job.cpu = cpu;
-    job.a = a;
-    mpti_wgrad_plan_make(a, &job.plan);
-    chunks = job.plan.image_chunks * job.plan.filter_chunks;
-    job.parts = (float *)a->workspace;
-    job.slots = job.parts + (size_t)job.plan.image_chunks * job.plan.part_floats;
-    rc = mpti_for_ranges(cpu, chunks, chunks, mpti_wgrad_range, &job);
-    if (rc) return rc;
-    return mpti_for_ranges(cpu, a->k, 16, mpti_wgrad_finish, &job);
+    mpti_tree_sum_f32(job->parts, job->part_floats, job->image_chunks, bias_at + begin,
+                      bias_at + end);
+    memcpy(a->dbias + begin, job->parts + bias_at + begin, (end - begin) * sizeof(float));
 }
 
 static mpt_result mpti_conv2d_blocked(const mpti_cpu *cpu, const mpt_conv2d_args *a,
                                       mpti_direction direction) {
-    if (direction == MPTI_WGRAD) return mpti_wgrad_blocked(cpu, a);
-    return mpti_conv_run(cpu, a, direction == MPTI_FPROP);
+    const bool forward = direction == MPTI_FPROP;
+    mpti_wgrad_job wgrad;
+    mpti_conv_job job;
+    mpt_result rc;
+
+    if (direction == MPTI_WGRAD) {
+        mpti_wgrad_plan(a, &wgrad);
+        rc = mpti_for_ranges(cpu, wgrad.image_chunks * wgrad.filter_chunks, MPTI_WGRAD_CHUNKS,
+                             mpti_wgrad_range, &wgrad);
+        return rc ? rc : mpti_for_ranges(cpu, a->k, 16, mpti_wgrad_finish, &wgrad);
+    }
+    mpti_conv_plan(a, forward, &job);
+    rc = mpti_for_ranges(cpu, ((forward ? a->k : a->c) + 15) / 16, MPTI_CONV_CHUNKS,
+                         mpti_pack_range, &job);
+    return rc ? rc : mpti_for_ranges(cpu, job.items, MPTI_CONV_CHUNKS, mpti_conv_range, &job);
 }
 
 static size_t mpti_conv2d_blocked_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
-    mpti_wgrad_plan wgrad;
-    mpti_conv_plan plan;
+    mpti_wgrad_job wgrad;
+    mpti_conv_job conv;
 
     if (direction == MPTI_WGRAD) {
-        mpti_wgrad_plan_make(a, &wgrad);
+        mpti_wgrad_plan(a, &wgrad);
         return wgrad.bytes;
     }
-    mpti_conv_plan_make(a, direction == MPTI_FPROP, &plan);
-    return plan.bytes;
+    mpti_conv_plan(a, direction == MPTI_FPROP, &conv);
+    return conv.bytes;
 }
 
 /* ---- convolution and dense: families and entries --------------------------------------------- */
@@ -9794,21 +9683,22 @@ static const mpti_cpu_family mpti_cpu_families[] = {
 };
 
 static mpt_result mpti_check_conv2d(const mpti_cpu *cpu, const char *op, const mpt_conv2d_args *a) {
-    double input = (double)a->h * a->wd * a->c, output = (double)a->p * a->q * a->k;
+    const int64_t h = a->h + 2 * (int64_t)a->padding, wd = a->wd + 2 * (int64_t)a->padding;
+    const double input = (double)h * (double)wd * a->c, output = (double)a->p * a->q * a->k;
     mpt_result rc;
 
-    if (a->h < 1 || a->wd < 1 || a->c < 1 || a->k < 1 || a->r < 1 || a->s < 1)
-        return mpti_op_error(cpu, op, "h, wd, c, k, r and s must be at least 1");
+    if (!mpti_is_size(a->h) || !mpti_is_size(a->wd) || a->c < 1 || a->k < 1 || a->r < 1 || a->s < 1)
+        return mpti_op_error(
+            cpu, op, "h, wd, c, k, r and s must be at least 1, h and wd at most 2^30");
     if (a->stride < 1 || a->stride > 64 || a->padding < 0 || a->padding > 32767 || a->r > 32767 ||
         a->s > 32767)
-        return mpti_op_error(cpu, op,
-                             "stride must be 1 .. 64, padding 0 .. 32767, r and s at most 32767");
+        return mpti_op_error(
+            cpu, op, "stride must be 1 .. 64, padding 0 .. 32767, r and s at most 32767");
     if ((double)a->s * a->c > 1073741824.0 || (double)a->s * a->k > 1073741824.0)
         return mpti_op_error(cpu, op, "s * c and s * k must be at most 2^30");
-    if (a->h + 2 * (int64_t)a->padding < a->r || a->wd + 2 * (int64_t)a->padding < a->s)
+    if (h < a->r || wd < a->s)
         return mpti_op_error(cpu, op, "the filter is larger than the padded input");
-    if (a->p != (a->h + 2 * (int64_t)a->padding - a->r) / a->stride + 1 ||
-        a->q != (a->wd + 2 * (int64_t)a->padding - a->s) / a->stride + 1)
+    if (a->p != (h - a->r) / a->stride + 1 || a->q != (wd - a->s) / a->stride + 1)
         return mpti_op_error(cpu, op, "p and q must be (size + 2 * padding - filter) / stride + 1");
     rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, input > output ? input : output);
     if (rc) return rc;
@@ -9832,30 +9722,6 @@ static size_t mpti_conv2d_bytes(void *self, const mpt_conv2d_args *a, mpti_direc
 
     if (mpti_check_conv2d(cpu, "workspace_bytes", a)) return 0;
     return cpu->family->conv2d_bytes(a, direction);
-}
-
-static size_t mpti_conv2d_fprop_bytes(void *self, const mpt_conv2d_args *a) {
-    return mpti_conv2d_bytes(self, a, MPTI_FPROP);
-}
-
-static size_t mpti_conv2d_dgrad_bytes(void *self, const mpt_conv2d_args *a) {
-    return mpti_conv2d_bytes(self, a, MPTI_DGRAD);
-}
-
-static size_t mpti_conv2d_wgrad_bytes(void *self, const mpt_conv2d_args *a) {
-    return mpti_conv2d_bytes(self, a, MPTI_WGRAD);
-}
-
-static mpt_result mpti_conv2d_fprop(void *self, const mpt_conv2d_args *a) {
-    return mpti_conv2d(self, a, MPTI_FPROP, "conv2d_fprop");
-}
-
-static mpt_result mpti_conv2d_dgrad(void *self, const mpt_conv2d_args *a) {
-    return mpti_conv2d(self, a, MPTI_DGRAD, "conv2d_dgrad");
-}
-
-static mpt_result mpti_conv2d_wgrad(void *self, const mpt_conv2d_args *a) {
-    return mpti_conv2d(self, a, MPTI_WGRAD, "conv2d_wgrad");
 }
 
 /* y = x w^T + bias is a 1x1 convolution of images of one pixel; so are its gradients. */
@@ -9882,21 +9748,6 @@ static mpt_conv2d_args mpti_dense_as_conv2d(const mpt_dense_args *a) {
     return c;
 }
 
-static size_t mpti_dense_fprop_bytes(void *self, const mpt_dense_args *a) {
-    mpt_conv2d_args c = mpti_dense_as_conv2d(a);
-    return mpti_conv2d_bytes(self, &c, MPTI_FPROP);
-}
-
-static size_t mpti_dense_dgrad_bytes(void *self, const mpt_dense_args *a) {
-    mpt_conv2d_args c = mpti_dense_as_conv2d(a);
-    return mpti_conv2d_bytes(self, &c, MPTI_DGRAD);
-}
-
-static size_t mpti_dense_wgrad_bytes(void *self, const mpt_dense_args *a) {
-    mpt_conv2d_args c = mpti_dense_as_conv2d(a);
-    return mpti_conv2d_bytes(self, &c, MPTI_WGRAD);
-}
-
 static mpt_result mpti_dense(void *self, const mpt_dense_args *a, mpti_direction direction,
                              const char *op) {
     mpt_conv2d_args c = mpti_dense_as_conv2d(a);
@@ -9906,29 +9757,35 @@ static mpt_result mpti_dense(void *self, const mpt_dense_args *a, mpti_direction
     return mpti_conv2d(self, &c, direction, op);
 }
 
-static mpt_result mpti_dense_fprop(void *self, const mpt_dense_args *a) {
-    return mpti_dense(self, a, MPTI_FPROP, "dense_fprop");
-}
-
-static mpt_result mpti_dense_dgrad(void *self, const mpt_dense_args *a) {
-    return mpti_dense(self, a, MPTI_DGRAD, "dense_dgrad");
-}
-
-static mpt_result mpti_dense_wgrad(void *self, const mpt_dense_args *a) {
-    return mpti_dense(self, a, MPTI_WGRAD, "dense_wgrad");
-}
+/* Four entries of the table: mpti_conv2d_fprop, _conv2d_fprop_bytes, _dense_fprop, ... */
+#define MPTI_CONV_ENTRIES(name, direction) \
+    static mpt_result mpti_conv2d_##name(void *self, const mpt_conv2d_args *a) { \
+        return mpti_conv2d(self, a, direction, "conv2d_" #name); \
+    } \
+    static size_t mpti_conv2d_##name##_bytes(void *self, const mpt_conv2d_args *a) { \
+        return mpti_conv2d_bytes(self, a, direction); \
+    } \
+    static mpt_result mpti_dense_##name(void *self, const mpt_dense_args *a) { \
+        return mpti_dense(self, a, direction, "dense_" #name); \
+    } \
+    static size_t mpti_dense_##name##_bytes(void *self, const mpt_dense_args *a) { \
+        mpt_conv2d_args c = mpti_dense_as_conv2d(a); \
+        return mpti_conv2d_bytes(self, &c, direction); \
+    }
+MPTI_CONV_ENTRIES(fprop, MPTI_FPROP)
+MPTI_CONV_ENTRIES(dgrad, MPTI_DGRAD)
+MPTI_CONV_ENTRIES(wgrad, MPTI_WGRAD)
 
 /* ---- batch norm ---------------------------------------------------------------------------------
    Over the m = num_valid * h * wd values x of a channel, in double (sums of squares of 2^24 numbers
    in FP32 would not do):
        mean = sum(x) / m,  var = sum(x^2) / m - mean^2,  xhat = (x - mean) / sqrt(var + epsilon)
    backward, with g = dy where relu let through:
-       dbeta = sum(g),  dgamma = sum(g xhat),  dx = gamma / sqrt(..) (g - dbeta / m - xhat dgamma /
-       m) */
+       dbeta = sum(g),  dgamma = sum(g xhat)
+       dx = gamma / sqrt(var + epsilon) (g - dbeta / m - xhat dgamma / m) */
 enum { MPTI_BATCHNORM_CHUNKS = 32 };
 
 typedef struct mpti_batchnorm_job {
-    const mpti_cpu *cpu;
     const mpt_batchnorm_args *a;
     bool forward;
     int64_t pixels, valid, chunks;        /* n * h * wd, num_valid * h * wd */
@@ -9951,21 +9808,32 @@ static float mpti_relu_gate(float y, float dy) { /* y: what relu gave */
 }
 
 static int64_t mpti_batchnorm_chunks(const mpt_batchnorm_args *a) {
-    return mpti_num_chunks(((int64_t)a->n * a->h * a->wd + 63) / 64, MPTI_BATCHNORM_CHUNKS);
+    return mpti_min64(((int64_t)a->n * a->h * a->wd + 63) / 64, MPTI_BATCHNORM_CHUNKS);
+}
+
+static mpt_result mpti_batchnorm_check(const mpti_cpu *cpu, const char *op,
+                                       const mpt_batchnorm_args *a) {
+    if (!(a->epsilon >= 0)) return mpti_op_error(cpu, op, "epsilon must not be negative");
+    return mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
 }
 
 static size_t mpti_batchnorm_bytes(void *self, const mpt_batchnorm_args *a) {
-    (void)self;
+    if (mpti_batchnorm_check((const mpti_cpu *)self, "workspace_bytes", a)) return 0;
     return ((size_t)mpti_batchnorm_chunks(a) * 2 * sizeof(double) + 4 * sizeof(float)) *
            (size_t)a->c;
 }
 
-static void mpti_batchnorm_job_make(const mpti_cpu *cpu, const mpt_batchnorm_args *a, bool forward,
-                                    mpti_batchnorm_job *job) {
+static mpt_result mpti_batchnorm_begin(void *self, const char *op, const mpt_batchnorm_args *a,
+                                       bool forward, mpti_batchnorm_job *job) {
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_batchnorm_check(cpu, op, a);
     int c;
 
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
+                                  mpti_batchnorm_bytes(self, a));
+    if (rc) return rc;
     job->forward = forward;
-    job->cpu = cpu;
     job->a = a;
     job->pixels = (int64_t)a->n * a->h * a->wd;
     job->valid = (int64_t)a->num_valid * a->h * a->wd;
@@ -9976,6 +9844,7 @@ static void mpti_batchnorm_job_make(const mpti_cpu *cpu, const mpt_batchnorm_arg
     job->offset = job->scale + a->c;
     job->slope = job->offset + a->c;
     for (c = 0; c < a->c; c++) job->mean[c] = forward ? 0.0f : a->batch_mean[c];
+    return MPT_OK;
 }
 
 /* Loops over channels are loops over whole spans, in local arrays: compilers make vectors of them.
@@ -9986,56 +9855,39 @@ typedef struct mpti_channels {
 } mpti_channels;
 
 static mpti_channels mpti_channels_at(int c0, int channels) {
-    mpti_channels s;
-
-    s.c0 = c0;
-    s.width = mpti_min_int(channels - c0, MPTI_SPAN);
-    s.pixels = mpti_max_int(MPTI_SPAN / channels, 1);
+    const mpti_channels s = {c0, mpti_min_int(channels - c0, MPTI_SPAN),
+                             mpti_max_int(MPTI_SPAN / channels, 1)};
     return s;
 }
 
 static void mpti_span_repeat(const mpti_channels *s, const float *per_channel,
                              float span[MPTI_SPAN]) {
-    int e;
+    int pixel;
 
     memset(span, 0, MPTI_SPAN * sizeof(float));
-    for (e = 0; e < s->pixels * s->width; e++) span[e] = per_channel[s->c0 + e % s->width];
-}
-
-/* p[at .. at+size-1] as FP32, zeros behind. */
-static void mpti_span_read(const mpti_cpu *cpu, mpt_dtype dtype, const void *p, int64_t at,
-                           int64_t size, float span[MPTI_SPAN]) {
-    cpu->family->widen(dtype, mpti_at(dtype, p, at), span, (size_t)size);
-    if (size < MPTI_SPAN) memset(span + size, 0, (size_t)(MPTI_SPAN - size) * sizeof(float));
-}
-
-static void mpti_span_write(const mpti_cpu *cpu, mpt_dtype dtype, const float span[MPTI_SPAN],
-                            void *p, int64_t at, int64_t size) {
-    cpu->family->narrow(dtype, span, mpti_at_mutable(dtype, p, at), (size_t)size);
+    for (pixel = 0; pixel < s->pixels; pixel++)
+        memcpy(span + pixel * s->width, per_channel + s->c0, (size_t)s->width * sizeof(float));
 }
 
 /* dy behind relu, of a span */
-static void mpti_batchnorm_gated(const mpti_batchnorm_job *job, int64_t at, int64_t size,
-                                 float out[MPTI_SPAN]) {
-    const mpt_batchnorm_args *a = job->a;
-    float y[MPTI_SPAN], g[MPTI_SPAN];
+static void mpti_batchnorm_gated(const mpti_cpu *cpu, const mpt_batchnorm_args *a, int64_t at,
+                                 int64_t size, float g[MPTI_SPAN]) {
+    float y[MPTI_SPAN];
     int e;
 
-    mpti_span_read(job->cpu, a->dtype, a->dy, at, size, out);
+    mpti_span_load(cpu, a->dtype, a->dy, at, size, g);
     if (!a->relu) return;
-    memcpy(g, out, sizeof g);
-    mpti_span_read(job->cpu, a->dtype, a->y, at, size, y);
+    mpti_span_load(cpu, a->dtype, a->y, at, size, y);
     for (e = 0; e < MPTI_SPAN; e++) g[e] = mpti_relu_gate(y[e], g[e]);
-    memcpy(out, g, sizeof g);
 }
 
 /* Sums of g and of g * (x - mean). Forward takes x for g and 0 for mean. */
-static void mpti_batchnorm_sum_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+static void mpti_batchnorm_sum_range(const mpti_cpu *cpu, const void *user, mpti_range r) {
     const mpti_batchnorm_job *job = (const mpti_batchnorm_job *)user;
     const mpt_batchnorm_args *a = job->a;
-    double *out = job->parts + (size_t)chunk * 2 * a->c, sum[MPTI_SPAN], product[MPTI_SPAN];
+    double *out = job->parts + (size_t)r.chunk * 2 * a->c, sum[MPTI_SPAN], product[MPTI_SPAN];
     float mean[MPTI_SPAN], x[MPTI_SPAN], g[MPTI_SPAN];
-    int64_t pixel, last = mpti_min64(end, job->valid);
+    int64_t pixel, last = mpti_min64(r.end, job->valid);
     int c0, e;
 
     memset(out, 0, (size_t)a->c * 2 * sizeof(double));
@@ -10043,12 +9895,12 @@ static void mpti_batchnorm_sum_range(void *user, int64_t chunk, int64_t begin, i
         const mpti_channels s = mpti_channels_at(c0, a->c);
         mpti_span_repeat(&s, job->mean, mean);
         for (e = 0; e < MPTI_SPAN; e++) sum[e] = product[e] = 0;
-        for (pixel = begin; pixel < last; pixel += s.pixels) {
-            const int64_t at = pixel * a->c + c0,
-                          size = mpti_min64(s.pixels, last - pixel) * s.width;
-            mpti_span_read(job->cpu, a->dtype, a->x, at, size, x);
+        for (pixel = r.begin; pixel < last; pixel += s.pixels) {
+            const int64_t at = pixel * a->c + c0;
+            const int64_t size = mpti_min64(s.pixels, last - pixel) * s.width;
+            mpti_span_load(cpu, a->dtype, a->x, at, size, x);
             if (job->forward) memcpy(g, x, sizeof g);
-            else mpti_batchnorm_gated(job, at, size, g);
+            else mpti_batchnorm_gated(cpu, a, at, size, g);
             for (e = 0; e < MPTI_SPAN; e++) {
                 sum[e] += g[e];
                 product[e] += (double)g[e] * (double)(x[e] - mean[e]);
@@ -10068,8 +9920,8 @@ static void mpti_batchnorm_statistics(const mpti_batchnorm_job *job) {
 
     mpti_tree_sum_f64(job->parts, (size_t)a->c * 2, job->chunks);
     for (c = 0; c < a->c; c++) {
-        double mean = job->valid ? job->parts[c] / m : 0,
-               var = job->valid ? job->parts[a->c + c] / m - mean * mean : 0;
+        const double mean = job->valid ? job->parts[c] / m : 0;
+        double var = job->valid ? job->parts[a->c + c] / m - mean * mean : 0;
         if (var < 0) var = 0; /* rounding */
         a->batch_mean[c] = (float)mean;
         a->batch_inv_std[c] = job->valid ? 1.0f / sqrtf((float)var + a->epsilon) : 0.0f;
@@ -10077,58 +9929,53 @@ static void mpti_batchnorm_statistics(const mpti_batchnorm_job *job) {
     }
 }
 
-/* y = (x - mean) * scale + offset (+ residual), relu */
-static void mpti_batchnorm_apply_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+/* Forward y = relu((x - mean) * scale + offset + residual), backward dx = scale * (g - offset -
+   (x - mean) * slope) and dresidual = g. */
+static void mpti_batchnorm_apply_range(const mpti_cpu *cpu, const void *user, mpti_range r) {
     const mpti_batchnorm_job *job = (const mpti_batchnorm_job *)user;
     const mpt_batchnorm_args *a = job->a;
-    float mean[MPTI_SPAN], scale[MPTI_SPAN], offset[MPTI_SPAN], x[MPTI_SPAN], r[MPTI_SPAN];
-    int64_t pixel, last = mpti_min64(end, job->valid);
+    void *out = job->forward ? a->y : a->dx, *dresidual = job->forward ? NULL : a->dresidual;
+    float mean[MPTI_SPAN], scale[MPTI_SPAN], offset[MPTI_SPAN], slope[MPTI_SPAN];
+    float x[MPTI_SPAN], g[MPTI_SPAN];
+    const int64_t last = mpti_min64(r.end, job->valid), dead = mpti_max64(r.begin, job->valid);
+    int64_t pixel;
     int c0, e;
 
-    (void)chunk;
-    mpti_zero(a->dtype, a->y, mpti_max64(begin, job->valid) * a->c, end * a->c);
+    mpti_zero(a->dtype, out, dead * a->c, r.end * a->c);
+    if (dresidual) mpti_zero(a->dtype, dresidual, dead * a->c, r.end * a->c);
     for (c0 = 0; c0 < a->c; c0 += MPTI_SPAN) {
         const mpti_channels s = mpti_channels_at(c0, a->c);
         mpti_span_repeat(&s, job->mean, mean);
         mpti_span_repeat(&s, job->scale, scale);
         mpti_span_repeat(&s, job->offset, offset);
-        for (pixel = begin; pixel < last; pixel += s.pixels) {
-            const int64_t at = pixel * a->c + c0,
-                          size = mpti_min64(s.pixels, last - pixel) * s.width;
-            mpti_span_read(job->cpu, a->dtype, a->x, at, size, x);
-            for (e = 0; e < MPTI_SPAN; e++) x[e] = (x[e] - mean[e]) * scale[e] + offset[e];
-            if (a->residual) {
-                mpti_span_read(job->cpu, a->dtype, a->residual, at, size, r);
-                for (e = 0; e < MPTI_SPAN; e++) x[e] += r[e];
+        mpti_span_repeat(&s, job->slope, slope);
+        for (pixel = r.begin; pixel < last; pixel += s.pixels) {
+            const int64_t at = pixel * a->c + c0;
+            const int64_t size = mpti_min64(s.pixels, last - pixel) * s.width;
+            mpti_span_load(cpu, a->dtype, a->x, at, size, x);
+            if (job->forward) {
+                for (e = 0; e < MPTI_SPAN; e++) x[e] = (x[e] - mean[e]) * scale[e] + offset[e];
+                if (a->residual) mpti_span_load(cpu, a->dtype, a->residual, at, size, g);
+                for (e = 0; a->residual && e < MPTI_SPAN; e++) x[e] += g[e];
+                for (e = 0; a->relu && e < MPTI_SPAN; e++) x[e] = mpti_relu(x[e]);
+            } else {
+                mpti_batchnorm_gated(cpu, a, at, size, g);
+                for (e = 0; e < MPTI_SPAN; e++)
+                    x[e] = scale[e] * (g[e] - offset[e] - (x[e] - mean[e]) * slope[e]);
             }
-            if (a->relu)
-                for (e = 0; e < MPTI_SPAN; e++) x[e] = mpti_relu(x[e]);
-            mpti_span_write(job->cpu, a->dtype, x, a->y, at, size);
+            if (dresidual) mpti_row_store(cpu, a->dtype, g, dresidual, at, size);
+            mpti_row_store(cpu, a->dtype, x, out, at, size);
         }
     }
-}
-
-static mpt_result mpti_batchnorm_check(const mpti_cpu *cpu, const char *op,
-                                       const mpt_batchnorm_args *a) {
-    mpt_result rc;
-
-    if (a->h < 1 || a->wd < 1 || a->c < 1)
-        return mpti_op_error(cpu, op, "h, wd and c must be at least 1");
-    if (!(a->epsilon >= 0)) return mpti_op_error(cpu, op, "epsilon must not be negative");
-    rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, (double)a->h * a->wd * a->c);
-    if (rc) return rc;
-    return mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
-                                mpti_batchnorm_bytes(NULL, a));
 }
 
 static mpt_result mpti_batchnorm_forward(void *self, const mpt_batchnorm_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
     mpti_batchnorm_job job;
-    mpt_result rc = mpti_batchnorm_check(cpu, "batchnorm_forward", a);
+    mpt_result rc = mpti_batchnorm_begin(self, "batchnorm_forward", a, true, &job);
     int c;
 
     if (rc) return rc;
-    mpti_batchnorm_job_make(cpu, a, true, &job);
     if (a->training) {
         rc = mpti_for_ranges(cpu, job.pixels, job.chunks, mpti_batchnorm_sum_range, &job);
         if (rc) return rc;
@@ -10139,72 +9986,39 @@ static mpt_result mpti_batchnorm_forward(void *self, const mpt_batchnorm_args *a
         job.scale[c] = a->gamma[c] * (a->training ? a->batch_inv_std[c]
                                                   : 1.0f / sqrtf(a->running_var[c] + a->epsilon));
         job.offset[c] = a->beta[c];
+        job.slope[c] = 0;
     }
     return mpti_for_ranges(cpu, job.pixels, job.chunks, mpti_batchnorm_apply_range, &job);
-}
-
-/* dx = scale * (g - offset - (x - mean) * slope) */
-static void mpti_batchnorm_dapply_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
-    const mpti_batchnorm_job *job = (const mpti_batchnorm_job *)user;
-    const mpt_batchnorm_args *a = job->a;
-    float mean[MPTI_SPAN], scale[MPTI_SPAN], offset[MPTI_SPAN], slope[MPTI_SPAN];
-    float x[MPTI_SPAN], g[MPTI_SPAN];
-    const int64_t dead = mpti_max64(begin, job->valid) * a->c;
-    int64_t pixel, last = mpti_min64(end, job->valid);
-    int c0, e;
-
-    (void)chunk;
-    mpti_zero(a->dtype, a->dx, dead, end * a->c);
-    if (a->dresidual) mpti_zero(a->dtype, a->dresidual, dead, end * a->c);
-    for (c0 = 0; c0 < a->c; c0 += MPTI_SPAN) {
-        const mpti_channels s = mpti_channels_at(c0, a->c);
-        mpti_span_repeat(&s, job->mean, mean);
-        mpti_span_repeat(&s, job->scale, scale);
-        mpti_span_repeat(&s, job->offset, offset);
-        mpti_span_repeat(&s, job->slope, slope);
-        for (pixel = begin; pixel < last; pixel += s.pixels) {
-            const int64_t at = pixel * a->c + c0,
-                          size = mpti_min64(s.pixels, last - pixel) * s.width;
-            mpti_span_read(job->cpu, a->dtype, a->x, at, size, x);
-            mpti_batchnorm_gated(job, at, size, g);
-            for (e = 0; e < MPTI_SPAN; e++)
-                x[e] = scale[e] * (g[e] - offset[e] - (x[e] - mean[e]) * slope[e]);
-            if (a->dresidual) mpti_span_write(job->cpu, a->dtype, g, a->dresidual, at, size);
-            mpti_span_write(job->cpu, a->dtype, x, a->dx, at, size);
-        }
-    }
 }
 
 static mpt_result mpti_batchnorm_backward(void *self, const mpt_batchnorm_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
     mpti_batchnorm_job job;
-    mpt_result rc = mpti_batchnorm_check(cpu, "batchnorm_backward", a);
+    mpt_result rc = mpti_batchnorm_begin(self, "batchnorm_backward", a, false, &job);
     double m;
     int c;
 
     if (rc) return rc;
-    mpti_batchnorm_job_make(cpu, a, false, &job);
     rc = mpti_for_ranges(cpu, job.pixels, job.chunks, mpti_batchnorm_sum_range, &job);
     if (rc) return rc;
     mpti_tree_sum_f64(job.parts, (size_t)a->c * 2, job.chunks);
     m = job.valid ? (double)job.valid : 1;
     for (c = 0; c < a->c; c++) {
-        double inv_std = a->batch_inv_std[c], dbeta = job.parts[c],
-               dgamma = job.parts[a->c + c] * inv_std;
+        const double inv_std = a->batch_inv_std[c], dbeta = job.parts[c];
+        const double dgamma = job.parts[a->c + c] * inv_std;
         a->dbeta[c] = (float)dbeta;
         a->dgamma[c] = (float)dgamma;
         job.scale[c] = a->gamma[c] * a->batch_inv_std[c];
         job.offset[c] = (float)(dbeta / m);
         job.slope[c] = (float)(dgamma * inv_std / m);
     }
-    return mpti_for_ranges(cpu, job.pixels, job.chunks, mpti_batchnorm_dapply_range, &job);
+    return mpti_for_ranges(cpu, job.pixels, job.chunks, mpti_batchnorm_apply_range, &job);
 }
 
 /* ---- pools --------------------------------------------------------------------------------------
    Forward gathers a window of x for each output, backward gathers for each element of x the outputs
    whose windows held it: sums in FP32, no two threads at one number. */
 typedef struct mpti_pool_job {
-    const mpti_cpu *cpu;
     const mpt_pool2d_args *a;
     int kernel_h, kernel_w, stride, padding; /* the whole image for a global pool */
     bool is_max, forward;
@@ -10224,8 +10038,7 @@ typedef struct mpti_maxima {
     int32_t index[MPTI_SPAN];
 } mpti_maxima;
 
-static void mpti_maxima_update(mpti_maxima *m, int size,
-                               int index) { /* the first of equals stays */
+static void mpti_maxima_update(mpti_maxima *m, int size, int index) { /* first of equals stays */
     int block, e;
 
     for (block = 0; block < size; block += 16) { /* by 16: see mpti_order_key */
@@ -10241,11 +10054,11 @@ static void mpti_maxima_update(mpti_maxima *m, int size,
 }
 
 /* y[n,p, q0 .. q0+count-1, c0 .. c0+width-1], count being 1 unless width is all channels */
-static void mpti_pool_output(const mpti_pool_job *job, int64_t n, int p, int q0, int count, int c0,
-                             int width) {
+static void mpti_pool_output(const mpti_cpu *cpu, const mpti_pool_job *job, int64_t n, int p,
+                             int q0, int count, int c0, int width) {
     const mpt_pool2d_args *a = job->a;
-    const int top = p * job->stride - job->padding, size = count * width,
-              first_i = mpti_max_int(-top, 0);
+    const int top = p * job->stride - job->padding, first_i = mpti_max_int(-top, 0);
+    const int size = count * width;
     const int64_t at = ((n * a->p + p) * a->q + q0) * a->c + c0;
     mpti_maxima m;
     int i, j, l, e;
@@ -10262,9 +10075,7 @@ static void mpti_pool_output(const mpti_pool_job *job, int64_t n, int p, int q0,
                 const int v = (q0 + l) * job->stride - job->padding + j;
                 const int64_t from = ((n * a->h + top + i) * a->wd + v) * a->c + c0;
                 float *x = m.x + l * width;
-                if (v >= 0 && v < a->wd)
-                    job->cpu->family->widen(a->dtype, mpti_at(a->dtype, a->x, from), x,
-                                            (size_t)width);
+                if (v >= 0 && v < a->wd) mpti_row_load(cpu, a->dtype, a->x, from, width, x);
                 else if (job->is_max) memcpy(x, m.best + l * width, (size_t)width * sizeof(float));
                 else memset(x, 0, (size_t)width * sizeof(float));
             }
@@ -10275,7 +10086,7 @@ static void mpti_pool_output(const mpti_pool_job *job, int64_t n, int p, int q0,
     }
     for (e = 0; !job->is_max && e < size; e++)
         m.best[e] /= (float)job->kernel_h * (float)job->kernel_w;
-    mpti_span_write(job->cpu, a->dtype, m.best, a->y, at, size);
+    mpti_row_store(cpu, a->dtype, m.best, a->y, at, size);
     for (e = 0; job->is_max && a->argmax && e < size; e++) a->argmax[at + e] = (uint8_t)m.index[e];
 }
 
@@ -10284,48 +10095,46 @@ static int mpti_pool_windows(int at, int kernel, int stride, int padding, int si
     int first = at + padding - kernel + 1;
 
     *last = mpti_min_int((at + padding) / stride, size - 1);
-    return first <= 0 ? 0 : (first + stride - 1) / stride;
+    return first <= 0 ? 0 : (first - 1) / stride + 1;
 }
 
 /* What a row p of windows gives to dx[n,h,v, c0 .. c0+width-1]. */
-static void mpti_pool_gather(const mpti_pool_job *job, int64_t n, int p, int i, int v, int c0,
-                             int width, float *sum) {
+static void mpti_pool_gather(const mpti_cpu *cpu, const mpti_pool_job *job, int64_t n, int p, int i,
+                             int v, int c0, int width, float *sum) {
     const mpt_pool2d_args *a = job->a;
     float dy[MPTI_SPAN];
-    int q, e, last;
+    int e, last, q = mpti_pool_windows(v, job->kernel_w, job->stride, job->padding, a->q, &last);
 
-    for (q = mpti_pool_windows(v, job->kernel_w, job->stride, job->padding, a->q, &last); q <= last;
-         q++) {
+    for (; q <= last; q++) {
         const int64_t at = ((n * a->p + p) * a->q + q) * a->c + c0;
         const uint8_t *argmax = job->is_max ? a->argmax + at : NULL;
         const int index = i * job->kernel_w + v + job->padding - q * job->stride;
-        job->cpu->family->widen(a->dtype, mpti_at(a->dtype, a->dy, at), dy, (size_t)width);
+        mpti_row_load(cpu, a->dtype, a->dy, at, width, dy);
         for (e = 0; e < width; e++) sum[e] += !argmax || argmax[e] == index ? dy[e] : 0.0f;
     }
 }
 
 /* dx[n,h, v0 .. v0+count-1, c0 .. c0+width-1] */
-static void mpti_pool_input(const mpti_pool_job *job, int64_t n, int h, int v0, int count, int c0,
-                            int width) {
+static void mpti_pool_input(const mpti_cpu *cpu, const mpti_pool_job *job, int64_t n, int h, int v0,
+                            int count, int c0, int width) {
     const mpt_pool2d_args *a = job->a;
     const int size = count * width;
     const int64_t at = ((n * a->h + h) * a->wd + v0) * a->c + c0;
     float sum[MPTI_SPAN];
-    int p, l, e, last;
+    int l, e, last, p = mpti_pool_windows(h, job->kernel_h, job->stride, job->padding, a->p, &last);
 
     for (e = 0; e < size; e++) sum[e] = 0;
-    for (p = mpti_pool_windows(h, job->kernel_h, job->stride, job->padding, a->p, &last); p <= last;
-         p++)
+    for (; p <= last; p++)
         for (l = 0; l < count; l++)
-            mpti_pool_gather(job, n, p, h + job->padding - p * job->stride, v0 + l, c0, width,
+            mpti_pool_gather(cpu, job, n, p, h + job->padding - p * job->stride, v0 + l, c0, width,
                              sum + l * width);
     for (e = 0; !job->is_max && e < size; e++)
         sum[e] /= (float)job->kernel_h * (float)job->kernel_w;
-    mpti_span_write(job->cpu, a->dtype, sum, a->dx, at, size);
+    mpti_row_store(cpu, a->dtype, sum, a->dx, at, size);
 }
 
 /* Items are rows: (n,p) of y, or backward (n,h) of dx. */
-static void mpti_pool_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
+static void mpti_pool_range(const mpti_cpu *cpu, const void *user, mpti_range r) {
     const mpti_pool_job *job = (const mpti_pool_job *)user;
     const mpt_pool2d_args *a = job->a;
     const int rows = job->forward ? a->p : a->h, cols = job->forward ? a->q : a->wd;
@@ -10333,9 +10142,9 @@ static void mpti_pool_range(void *user, int64_t chunk, int64_t begin, int64_t en
     int64_t item;
     int v, c0;
 
-    (void)chunk;
-    for (item = begin; item < end; item++) {
+    for (item = r.begin; item < r.end; item++) {
         const int64_t n = item / rows;
+        const int y = (int)(item % rows);
         if (n >= a->num_valid) {
             mpti_zero(a->dtype, job->forward ? a->y : a->dx, item * row, (item + 1) * row);
             if (job->forward && job->is_max && a->argmax)
@@ -10346,156 +10155,59 @@ static void mpti_pool_range(void *user, int64_t chunk, int64_t begin, int64_t en
             const mpti_channels s = mpti_channels_at(c0, a->c);
             for (v = 0; v < cols; v += s.pixels) {
                 const int count = mpti_min_int(cols - v, s.pixels);
-                if (job->forward)
-                    mpti_pool_output(job, n, (int)(item % rows), v, count, c0, s.width);
-                else mpti_pool_input(job, n, (int)(item % rows), v, count, c0, s.width);
+                if (job->forward) mpti_pool_output(cpu, job, n, y, v, count, c0, s.width);
+                else mpti_pool_input(cpu, job, n, y, v, count, c0, s.width);
             }
         }
     }
 }
 
-enum { MPTI_POOL_MAX, MPTI_POOL_AVG, MPTI_POOL_GLOBAL };
 enum { MPTI_ROW_CHUNKS = 64 };
+typedef enum { MPTI_POOL_MAX, MPTI_POOL_AVG, MPTI_POOL_GLOBAL } mpti_pool_kind;
 
-static mpt_result mpti_pool_run(void *self, const mpt_pool2d_args *a, const char *op, int kind,
-                                bool forward) {
-    mpti_pool_job job;
-    mpt_result rc;
+static mpt_result mpti_pool_run(void *self, const mpt_pool2d_args *a, const char *op,
+                                mpti_pool_kind kind, bool forward) {
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    const bool global = kind == MPTI_POOL_GLOBAL;
+    const mpti_pool_job job = {a, global ? a->h : a->kernel, global ? a->wd : a->kernel,
+                               global ? 1 : a->stride, global ? 0 : a->padding,
+                               kind == MPTI_POOL_MAX, forward};
+    mpt_result rc = mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
 
-    job.cpu = (const mpti_cpu *)self;
-    job.a = a;
-    job.is_max = kind == MPTI_POOL_MAX;
-    job.forward = forward;
-    if (a->h < 1 || a->wd < 1 || a->c < 1)
-        return mpti_op_error(job.cpu, op, "h, wd and c must be at least 1");
-    job.kernel_h = kind == MPTI_POOL_GLOBAL ? a->h : a->kernel;
-    job.kernel_w = kind == MPTI_POOL_GLOBAL ? a->wd : a->kernel;
-    job.stride = kind == MPTI_POOL_GLOBAL ? 1 : a->stride;
-    job.padding = kind == MPTI_POOL_GLOBAL ? 0 : a->padding;
-    if (kind != MPTI_POOL_GLOBAL && (a->kernel < 1 || a->kernel > 16))
-        return mpti_op_error(job.cpu, op, "kernel must be 1 .. 16");
+    if (rc) return rc;
+    if (!global && (a->kernel < 1 || a->kernel > 16))
+        return mpti_op_error(cpu, op, "kernel must be 1 .. 16");
     if (job.stride < 1 || job.padding < 0 || job.padding > job.kernel_h / 2)
-        return mpti_op_error(job.cpu, op, "stride must be at least 1 and padding 0 .. kernel / 2");
+        return mpti_op_error(cpu, op, "stride must be at least 1 and padding 0 .. kernel / 2");
     if (a->h + 2 * job.padding < job.kernel_h || a->wd + 2 * job.padding < job.kernel_w ||
         a->p != (a->h + 2 * job.padding - job.kernel_h) / job.stride + 1 ||
         a->q != (a->wd + 2 * job.padding - job.kernel_w) / job.stride + 1)
         return mpti_op_error(
-            job.cpu, op, "p and q must be (size + 2 * padding - kernel) / stride + 1, at least 1");
-    rc = mpti_check_slice(job.cpu, op, a->n, a->num_valid, a->dtype,
-                          (double)a->h * a->wd * a->c * 4);
-    if (rc) return rc;
-    return mpti_for_ranges(job.cpu, (int64_t)a->n * (forward ? a->p : a->h), MPTI_ROW_CHUNKS,
+            cpu, op, "p and q must be (size + 2 * padding - kernel) / stride + 1, at least 1");
+    return mpti_for_ranges(cpu, (int64_t)a->n * (forward ? a->p : a->h), MPTI_ROW_CHUNKS,
                            mpti_pool_range, &job);
 }
 
-static mpt_result mpti_max_pool_forward(void *self, const mpt_pool2d_args *a) {
-    return mpti_pool_run(self, a, "max_pool_forward", MPTI_POOL_MAX, true);
-}
-
-static mpt_result mpti_max_pool_backward(void *self, const mpt_pool2d_args *a) {
-    return mpti_pool_run(self, a, "max_pool_backward", MPTI_POOL_MAX, false);
-}
-
-static mpt_result mpti_avg_pool_forward(void *self, const mpt_pool2d_args *a) {
-    return mpti_pool_run(self, a, "avg_pool_forward", MPTI_POOL_AVG, true);
-}
-
-static mpt_result mpti_avg_pool_backward(void *self, const mpt_pool2d_args *a) {
-    return mpti_pool_run(self, a, "avg_pool_backward", MPTI_POOL_AVG, false);
-}
-
-static mpt_result mpti_global_avg_pool_forward(void *self, const mpt_pool2d_args *a) {
-    return mpti_pool_run(self, a, "global_avg_pool_forward", MPTI_POOL_GLOBAL, true);
-}
-
-static mpt_result mpti_global_avg_pool_backward(void *self, const mpt_pool2d_args *a) {
-    return mpti_pool_run(self, a, "global_avg_pool_backward", MPTI_POOL_GLOBAL, false);
-}
+#define MPTI_POOL_ENTRIES(name, kind) \
+    static mpt_result mpti_##name##_forward(void *self, const mpt_pool2d_args *a) { \
+        return mpti_pool_run(self, a, #name "_forward", kind, true); \
+    } \
+    static mpt_result mpti_##name##_backward(void *self, const mpt_pool2d_args *a) { \
+        return mpti_pool_run(self, a, #name "_backward", kind, false); \
+    }
+MPTI_POOL_ENTRIES(max_pool, MPTI_POOL_MAX)
+MPTI_POOL_ENTRIES(avg_pool, MPTI_POOL_AVG)
+MPTI_POOL_ENTRIES(global_avg_pool, MPTI_POOL_GLOBAL)
 
 /* ---- pointwise: relu, add, dropout --------------------------------------------------------------
    Items are spans of one sample, so that dropout can count its elements. */
-typedef enum mpti_pointwise_kind {
-    MPTI_RELU,
-    MPTI_RELU_GATE,
-    MPTI_ADD,
-    MPTI_DROPOUT
-} mpti_pointwise_kind;
+typedef enum { MPTI_RELU, MPTI_RELU_GATE, MPTI_ADD, MPTI_DROPOUT } mpti_pointwise_kind;
 
 typedef struct mpti_pointwise_job {
-    const mpti_cpu *cpu;
     mpti_pointwise_kind kind;
-    mpt_pointwise_args args;
-    const mpt_dropout_args *dropout;
+    const mpt_pointwise_args *args;
+    const mpt_dropout_args *dropout; /* of that kind */
 } mpti_pointwise_job;
-
-static void mpti_dropout_span(const mpt_dropout_args *d, int64_t sample, int64_t at,
-                              float x[MPTI_SPAN]);
-
-static void mpti_pointwise_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
-    const mpti_pointwise_job *job = (const mpti_pointwise_job *)user;
-    const mpt_pointwise_args *p = &job->args;
-    const int64_t spans = (p->per_sample + MPTI_SPAN - 1) / MPTI_SPAN;
-    float a[MPTI_SPAN], b[MPTI_SPAN];
-    int64_t item;
-    int e;
-
-    (void)chunk;
-    for (item = begin; item < end; item++) {
-        const int64_t sample = item / spans, in_sample = item % spans * MPTI_SPAN;
-        const int64_t at = sample * p->per_sample + in_sample;
-        const int64_t size = mpti_min64(p->per_sample - in_sample, MPTI_SPAN);
-        if (sample >= p->num_valid) {
-            mpti_zero(p->dtype, p->y, at, at + size);
-            continue;
-        }
-        mpti_span_read(job->cpu, p->dtype, p->a, at, size, a);
-        if (job->kind == MPTI_RELU) {
-            for (e = 0; e < MPTI_SPAN; e++) a[e] = mpti_relu(a[e]);
-        } else if (job->kind == MPTI_DROPOUT) {
-            mpti_dropout_span(job->dropout, sample, in_sample, a);
-        } else {
-            mpti_span_read(job->cpu, p->dtype, p->b, at, size, b);
-            if (job->kind == MPTI_ADD)
-                for (e = 0; e < MPTI_SPAN; e++) a[e] += b[e];
-            else
-                for (e = 0; e < MPTI_SPAN; e++) a[e] = mpti_relu_gate(a[e], b[e]);
-        }
-        mpti_span_write(job->cpu, p->dtype, a, p->y, at, size);
-    }
-}
-
-static mpt_result mpti_pointwise_run(mpti_pointwise_job *job, const char *op) {
-    const mpt_pointwise_args *p = &job->args;
-    mpt_result rc = mpti_check_slice(job->cpu, op, p->n, p->num_valid, p->dtype,
-                                     (double)p->per_sample);
-
-    if (rc) return rc;
-    return mpti_for_ranges(job->cpu, p->n * ((p->per_sample + MPTI_SPAN - 1) / MPTI_SPAN),
-                           MPTI_ROW_CHUNKS, mpti_pointwise_range, job);
-}
-
-static mpt_result mpti_pointwise(void *self, const mpt_pointwise_args *a, mpti_pointwise_kind kind,
-                                 const char *op) {
-    mpti_pointwise_job job;
-
-    job.cpu = (const mpti_cpu *)self;
-    job.kind = kind;
-    job.args = *a;
-    job.dropout = NULL;
-    return mpti_pointwise_run(&job, op);
-}
-
-static mpt_result mpti_relu_forward(void *self, const mpt_pointwise_args *a) {
-    return mpti_pointwise(self, a, MPTI_RELU, "relu_forward");
-}
-
-static mpt_result mpti_relu_backward(void *self, const mpt_pointwise_args *a) {
-    return mpti_pointwise(self, a, MPTI_RELU_GATE, "relu_backward");
-}
-
-static mpt_result mpti_add_op(void *self, const mpt_pointwise_args *a) {
-    return mpti_pointwise(self, a, MPTI_ADD, "add");
-}
 
 /* Purposes of random numbers from here on belong to dropout layers, one each. */
 enum { MPTI_RANDOM_DROPOUT = 64, MPTI_MAX_DROPOUT_LAYERS = 192 };
@@ -10519,24 +10231,76 @@ static void mpti_dropout_span(const mpt_dropout_args *d, int64_t sample, int64_t
     }
 }
 
-static mpt_result mpti_dropout(void *self, const mpt_dropout_args *d, const char *op) {
-    mpti_pointwise_job job;
+static void mpti_pointwise_range(const mpti_cpu *cpu, const void *user, mpti_range r) {
+    const mpti_pointwise_job *job = (const mpti_pointwise_job *)user;
+    const mpt_pointwise_args *p = job->args;
+    const int64_t spans = (p->per_sample + MPTI_SPAN - 1) / MPTI_SPAN;
+    float a[MPTI_SPAN], b[MPTI_SPAN];
+    int64_t item;
+    int e;
 
-    memset(&job, 0, sizeof job);
-    job.cpu = (const mpti_cpu *)self;
+    for (item = r.begin; item < r.end; item++) {
+        const int64_t sample = item / spans, in_sample = item % spans * MPTI_SPAN;
+        const int64_t at = sample * p->per_sample + in_sample;
+        const int64_t size = mpti_min64(p->per_sample - in_sample, MPTI_SPAN);
+        if (sample >= p->num_valid) {
+            mpti_zero(p->dtype, p->y, at, at + size);
+            continue;
+        }
+        mpti_span_load(cpu, p->dtype, p->a, at, size, a);
+        if (job->kind == MPTI_RELU) {
+            for (e = 0; e < MPTI_SPAN; e++) a[e] = mpti_relu(a[e]);
+        } else if (job->kind == MPTI_DROPOUT) {
+            mpti_dropout_span(job->dropout, sample, in_sample, a);
+        } else {
+            mpti_span_load(cpu, p->dtype, p->b, at, size, b);
+            if (job->kind == MPTI_ADD)
+                for (e = 0; e < MPTI_SPAN; e++) a[e] += b[e];
+            else
+                for (e = 0; e < MPTI_SPAN; e++) a[e] = mpti_relu_gate(a[e], b[e]);
+        }
+        mpti_row_store(cpu, p->dtype, a, p->y, at, size);
+    }
+}
+
+static mpt_result mpti_pointwise(void *self, const mpt_pointwise_args *a, mpti_pointwise_kind kind,
+                                 const mpt_dropout_args *dropout, const char *op) {
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, (double)a->per_sample);
+    const mpti_pointwise_job job = {kind, a, dropout};
+
+    if (rc) return rc;
+    return mpti_for_ranges(cpu, a->n * ((a->per_sample + MPTI_SPAN - 1) / MPTI_SPAN),
+                           MPTI_ROW_CHUNKS, mpti_pointwise_range, &job);
+}
+
+static mpt_result mpti_relu_forward(void *self, const mpt_pointwise_args *a) {
+    return mpti_pointwise(self, a, MPTI_RELU, NULL, "relu_forward");
+}
+
+static mpt_result mpti_relu_backward(void *self, const mpt_pointwise_args *a) {
+    return mpti_pointwise(self, a, MPTI_RELU_GATE, NULL, "relu_backward");
+}
+
+static mpt_result mpti_add_op(void *self, const mpt_pointwise_args *a) {
+    return mpti_pointwise(self, a, MPTI_ADD, NULL, "add");
+}
+
+static mpt_result mpti_dropout(void *self, const mpt_dropout_args *d, const char *op) {
+    mpt_pointwise_args p;
+
     if (!(d->probability >= 0 && d->probability <= 1))
-        return mpti_op_error(job.cpu, op, "probability must be 0 .. 1");
+        return mpti_op_error((const mpti_cpu *)self, op, "probability must be 0 .. 1");
     if (d->layer < 0 || d->layer >= MPTI_MAX_DROPOUT_LAYERS)
-        return mpti_op_error(job.cpu, op, "layer must be 0 .. 191");
-    job.args.a = d->x;
-    job.args.y = d->y;
-    job.args.n = d->n;
-    job.args.num_valid = d->num_valid;
-    job.args.per_sample = d->per_sample;
-    job.args.dtype = d->dtype;
-    job.kind = MPTI_DROPOUT;
-    job.dropout = d;
-    return mpti_pointwise_run(&job, op);
+        return mpti_op_error((const mpti_cpu *)self, op, "layer must be 0 .. 191");
+    memset(&p, 0, sizeof p);
+    p.a = d->x;
+    p.y = d->y;
+    p.n = d->n;
+    p.num_valid = d->num_valid;
+    p.per_sample = d->per_sample;
+    p.dtype = d->dtype;
+    return mpti_pointwise(self, &p, MPTI_DROPOUT, d, op);
 }
 
 static mpt_result mpti_dropout_forward(void *self, const mpt_dropout_args *d) {
@@ -10550,63 +10314,6 @@ static mpt_result mpti_dropout_backward(void *self, const mpt_dropout_args *d) {
 /* ---- softmax cross entropy ----------------------------------------------------------------------
    loss = log(sum exp(z - max)) + (1 - smoothing) (max - z[label]) + smoothing * mean(max - z)
    Every term is at least 0, and nothing overflows: exp never sees more than 0. */
-static uint64_t mpti_f64_bits(double x) {
-    uint64_t u;
-    memcpy(&u, &x, sizeof u);
-    return u;
-}
-
-static double mpti_f64_from_bits(uint64_t u) {
-    double x;
-    memcpy(&x, &u, sizeof x);
-    return x;
-}
-
-/* e^x within 1e-11 of itself; 0 below -708, infinity above 709. x = n ln 2 + r with |r| <= ln 2 /
-   2, then Taylor's series to r^10 (the rest is below 3e-13). */
-static double mpti_exp(double x) {
-    static const double inverse[11] = {1.0,         1.0,          1.0 / 2,      1.0 / 6,
-                                       1.0 / 24,    1.0 / 120,    1.0 / 720,    1.0 / 5040,
-                                       1.0 / 40320, 1.0 / 362880, 1.0 / 3628800};
-    const double ln2 = 0.69314718055994530942, infinity = mpti_f64_from_bits(0x7ff0000000000000u);
-    double r, sum = inverse[10];
-    int n, i;
-
-    if ((mpti_f64_bits(x) & 0x7fffffffffffffffu) > 0x7ff0000000000000u) return x; /* NaN */
-    if (x < -708) return 0;
-    if (x > 709) return infinity;
-    n = (int)(x / ln2 + (x < 0 ? -0.5 : 0.5));
-    r = x - n * ln2;
-    for (i = 9; i >= 0; i--) sum = sum * r + inverse[i];
-    return sum * mpti_f64_from_bits((uint64_t)(n + 1023) << 52);
-}
-
-/* Natural logarithm of a normal positive number, within 1e-12 of itself. x = 2^e m with m around 1;
-   log m = 2 (t + t^3/3 + t^5/5 + ..) with t = (m-1)/(m+1), |t| < 0.172, to t^15 (the rest is below
-   1e-14). 0 gives -infinity; infinity and NaN give themselves. */
-static double mpti_ln(double x) {
-    uint64_t u = mpti_f64_bits(x);
-    int e = (int)(u >> 52) - 1023, i;
-    double m, t, sum = 0;
-
-    if (u == 0) return mpti_f64_from_bits(0xfff0000000000000u);
-    if (u >= 0x7ff0000000000000u) return x;
-    m = mpti_f64_from_bits((u & 0xfffffffffffffu) | 0x3ff0000000000000u);
-    if (m > 1.4142135623730951) {
-        m /= 2;
-        e++;
-    }
-    t = (m - 1) / (m + 1);
-    for (i = 15; i >= 1; i -= 2) sum = sum * t * t + 1.0 / i;
-    return e * 0.69314718055994530942 + 2 * t * sum;
-}
-
-typedef struct mpti_softmax_job {
-    const mpti_cpu *cpu;
-    const mpt_softmax_xent_args *a;
-    double *parts; /* (chunks,4): loss, labeled, correct, correct in five */
-} mpti_softmax_job;
-
 typedef struct mpti_softmax_row { /* what one sample's logits come to */
     double sum;                   /* of exp(z - max) */
     double gaps;                  /* of max - z */
@@ -10614,22 +10321,20 @@ typedef struct mpti_softmax_row { /* what one sample's logits come to */
     int rank; /* of the label: how many classes come before it */
 } mpti_softmax_row;
 
-static void mpti_softmax_scan(const mpti_softmax_job *job, int64_t row, int label,
-                              mpti_softmax_row *out) {
-    const mpt_softmax_xent_args *a = job->a;
+static void mpti_softmax_scan(const mpti_cpu *cpu, const mpt_softmax_xent_args *a, int64_t row,
+                              int label, mpti_softmax_row *out) {
+    const int64_t at = row * a->classes;
     float buffer[MPTI_SPAN];
     int32_t best = INT32_MIN, label_key;
     int c0, e;
 
     memset(out, 0, sizeof *out);
-    out->at_label = mpti_load(a->dtype, a->logits,
-                              (size_t)row * a->classes + (size_t)mpti_max_int(label, 0));
+    out->at_label = mpti_load(a->dtype, a->logits, (size_t)(at + mpti_max_int(label, 0)));
     label_key = mpti_order_key(out->at_label);
-    if (mpti_is_nan(out->at_label)) out->rank = a->classes + 5; /* never right */
+    if (mpti_is_nan(out->at_label)) out->rank = 5; /* not even among five */
     for (c0 = 0; c0 < a->classes; c0 += MPTI_SPAN) {
         const int width = mpti_min_int(a->classes - c0, MPTI_SPAN);
-        const float *z = mpti_row_read(job->cpu, a->dtype, a->logits, row * a->classes + c0, width,
-                                       buffer);
+        const float *z = mpti_row_read(cpu, a->dtype, a->logits, at + c0, width, buffer);
         for (e = 0; e < width; e++) {
             const int32_t key = mpti_order_key(z[e]);
             if (key > best) {
@@ -10641,8 +10346,7 @@ static void mpti_softmax_scan(const mpti_softmax_job *job, int64_t row, int labe
     }
     for (c0 = 0; c0 < a->classes; c0 += MPTI_SPAN) {
         const int width = mpti_min_int(a->classes - c0, MPTI_SPAN);
-        const float *z = mpti_row_read(job->cpu, a->dtype, a->logits, row * a->classes + c0, width,
-                                       buffer);
+        const float *z = mpti_row_read(cpu, a->dtype, a->logits, at + c0, width, buffer);
         for (e = 0; e < width; e++) {
             out->sum += mpti_exp((double)z[e] - out->max);
             out->gaps += (double)out->max - z[e];
@@ -10650,18 +10354,17 @@ static void mpti_softmax_scan(const mpti_softmax_job *job, int64_t row, int labe
     }
 }
 
-static void mpti_softmax_outputs(const mpti_softmax_job *job, int64_t row, int label,
-                                 const mpti_softmax_row *r) {
-    const mpt_softmax_xent_args *a = job->a;
-    const double even = (double)a->label_smoothing / a->classes,
-                 peak = 1.0 - (double)a->label_smoothing;
+static void mpti_softmax_outputs(const mpti_cpu *cpu, const mpt_softmax_xent_args *a, int64_t row,
+                                 int label, const mpti_softmax_row *r) {
+    const double even = (double)a->label_smoothing / a->classes;
+    const double peak = 1.0 - (double)a->label_smoothing;
     float buffer[MPTI_SPAN], probabilities[MPTI_SPAN], gradient[MPTI_SPAN];
     int c0, e;
 
     for (c0 = 0; c0 < a->classes; c0 += MPTI_SPAN) {
         const int width = mpti_min_int(a->classes - c0, MPTI_SPAN);
         const int64_t at = row * a->classes + c0;
-        const float *z = mpti_row_read(job->cpu, a->dtype, a->logits, at, width, buffer);
+        const float *z = mpti_row_read(cpu, a->dtype, a->logits, at, width, buffer);
         for (e = 0; e < width; e++) {
             double probability = mpti_exp((double)z[e] - r->max) / r->sum;
             double target = even + (c0 + e == label ? peak : 0.0);
@@ -10669,32 +10372,23 @@ static void mpti_softmax_outputs(const mpti_softmax_job *job, int64_t row, int l
             gradient[e] = label < 0 ? 0.0f : (float)((probability - target) * a->grad_scale);
         }
         if (a->probabilities)
-            memcpy(a->probabilities + at, probabilities, (size_t)width * sizeof(float));
-        if (a->dlogits)
-            job->cpu->family->narrow(a->dtype, gradient, mpti_at_mutable(a->dtype, a->dlogits, at),
-                                     (size_t)width);
+            mpti_row_store(cpu, MPT_F32, probabilities, a->probabilities, at, width);
+        if (a->dlogits) mpti_row_store(cpu, a->dtype, gradient, a->dlogits, at, width);
     }
 }
 
-static void mpti_softmax_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
-    const mpti_softmax_job *job = (const mpti_softmax_job *)user;
-    const mpt_softmax_xent_args *a = job->a;
-    double *part = job->parts + chunk * 4;
+static void mpti_softmax_range(const mpti_cpu *cpu, const void *user, mpti_range range) {
+    const mpt_softmax_xent_args *a = (const mpt_softmax_xent_args *)user;
+    const int64_t valid = mpti_max64(range.begin, mpti_min64(range.end, a->num_valid));
+    double *part = (double *)a->workspace + range.chunk * 4; /* of mpt_softmax_stats, in order */
     mpti_softmax_row r;
     int64_t row;
 
     memset(part, 0, 4 * sizeof(double));
-    for (row = begin; row < end; row++) {
-        const int label = a->labels && row < a->num_valid ? a->labels[row] : -1;
-        if (row >= a->num_valid) {
-            if (a->dlogits)
-                mpti_zero(a->dtype, a->dlogits, row * a->classes, (row + 1) * a->classes);
-            if (a->probabilities)
-                mpti_zero(MPT_F32, a->probabilities, row * a->classes, (row + 1) * a->classes);
-            continue;
-        }
-        mpti_softmax_scan(job, row, label, &r);
-        mpti_softmax_outputs(job, row, label, &r);
+    for (row = range.begin; row < valid; row++) {
+        const int label = a->labels ? a->labels[row] : -1;
+        mpti_softmax_scan(cpu, a, row, label, &r);
+        mpti_softmax_outputs(cpu, a, row, label, &r);
         if (label < 0) continue;
         part[0] += mpti_ln(r.sum) +
                    (1.0 - (double)a->label_smoothing) * ((double)r.max - r.at_label);
@@ -10703,13 +10397,16 @@ static void mpti_softmax_range(void *user, int64_t chunk, int64_t begin, int64_t
         part[2] += r.rank < 1;
         part[3] += r.rank < 5;
     }
+    if (a->dlogits) mpti_zero(a->dtype, a->dlogits, valid * a->classes, range.end * a->classes);
+    if (a->probabilities)
+        mpti_zero(MPT_F32, a->probabilities, valid * a->classes, range.end * a->classes);
 }
 
 enum { MPTI_SOFTMAX_CHUNKS = 32 };
 
 static size_t mpti_softmax_xent_bytes(void *self, const mpt_softmax_xent_args *a) {
     (void)self;
-    return a->n < 1 ? 0 : (size_t)mpti_num_chunks(a->n, MPTI_SOFTMAX_CHUNKS) * 4 * sizeof(double);
+    return a->n < 1 ? 0 : (size_t)mpti_min64(a->n, MPTI_SOFTMAX_CHUNKS) * 4 * sizeof(double);
 }
 
 static mpt_result mpti_softmax_check(const mpti_cpu *cpu, const char *op,
@@ -10718,92 +10415,72 @@ static mpt_result mpti_softmax_check(const mpti_cpu *cpu, const char *op,
     int i;
 
     if (rc) return rc;
+    if (!mpti_is_size(a->classes)) return mpti_op_error(cpu, op, "classes must be 1 .. 2^30");
     if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
         return mpti_op_error(cpu, op, "label_smoothing must be 0 .. 1");
     for (i = 0; i < a->num_valid && a->labels; i++) {
         if (a->labels[i] >= -1 && a->labels[i] < a->classes) continue;
-        return mpti_report(
-            cpu->ctx,
-            MPTI_FAIL(&cpu->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                      "%s: the label of slot %d is %d; labels are 0 .. %d, or -1 for none", op, i,
-                      (int)a->labels[i], a->classes - 1));
+        return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "%s: the label of slot %d is %d; labels are 0 .. %d, or -1 for none", op,
+                           i, (int)a->labels[i], a->classes - 1);
     }
     return mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
                                 mpti_softmax_xent_bytes(NULL, a));
 }
 
 static mpt_result mpti_softmax_xent(void *self, const mpt_softmax_xent_args *a) {
-    mpti_softmax_job job;
-    mpt_result rc;
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    double *sums = (double *)a->workspace;
+    mpt_result rc = mpti_softmax_check(cpu, "softmax_xent", a);
 
-    job.cpu = (const mpti_cpu *)self;
-    job.a = a;
-    job.parts = (double *)a->workspace;
-    rc = mpti_softmax_check(job.cpu, "softmax_xent", a);
     if (rc) return rc;
-    rc = mpti_for_ranges(job.cpu, a->n, MPTI_SOFTMAX_CHUNKS, mpti_softmax_range, &job);
+    rc = mpti_for_ranges(cpu, a->n, MPTI_SOFTMAX_CHUNKS, mpti_softmax_range, a);
     if (rc) return rc;
-    mpti_tree_sum_f64(job.parts, 4, mpti_num_chunks(a->n, MPTI_SOFTMAX_CHUNKS));
-    a->stats->loss = job.parts[0];
-    a->stats->num_labeled = (int64_t)job.parts[1]; /* exact: counts are below 2^53 */
-    a->stats->num_correct = (int64_t)job.parts[2];
-    a->stats->num_correct_top5 = (int64_t)job.parts[3];
+    mpti_tree_sum_f64(sums, 4, mpti_min64(a->n, MPTI_SOFTMAX_CHUNKS));
+    a->stats->loss = sums[0];
+    a->stats->num_labeled = (int64_t)sums[1]; /* exact: counts are below 2^53 */
+    a->stats->num_correct = (int64_t)sums[2];
+    a->stats->num_correct_top5 = (int64_t)sums[3];
     return MPT_OK;
 }
 
 /* ---- casts, input, fill, copy ---------------------------------------------------------------- */
-typedef struct mpti_cast_job {
-    const mpti_cpu *cpu;
-    const mpt_cast_args *cast;
-    const mpt_fill_args *fill;
-    const mpt_normalize_args *normalize;
-} mpti_cast_job;
-
-static void mpti_cast_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
-    const mpti_cast_job *job = (const mpti_cast_job *)user;
-    const mpt_cast_args *a = job->cast;
+static void mpti_cast_range(const mpti_cpu *cpu, const void *user, mpti_range r) {
+    const mpt_cast_args *a = (const mpt_cast_args *)user;
     float buffer[MPTI_SPAN];
     int64_t at;
 
-    (void)chunk;
-    for (at = begin; at < end; at += MPTI_SPAN) {
-        int64_t count = mpti_min64(end - at, MPTI_SPAN);
-        const float *x = mpti_row_read(job->cpu, a->src_dtype, a->src, at, count, buffer);
-        job->cpu->family->narrow(a->dst_dtype, x, mpti_at_mutable(a->dst_dtype, a->dst, at),
-                                 (size_t)count);
+    for (at = r.begin; at < r.end; at += MPTI_SPAN) {
+        int64_t count = mpti_min64(r.end - at, MPTI_SPAN);
+        const float *x = mpti_row_read(cpu, a->src_dtype, a->src, at, count, buffer);
+        mpti_row_store(cpu, a->dst_dtype, x, a->dst, at, count);
     }
 }
 
 static mpt_result mpti_cast(void *self, const mpt_cast_args *a) {
-    mpti_cast_job job;
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
 
-    memset(&job, 0, sizeof job);
-    job.cpu = (const mpti_cpu *)self;
-    job.cast = a;
     if (!mpti_is_storage(a->src_dtype) || !mpti_is_storage(a->dst_dtype))
-        return mpti_op_error(job.cpu, "cast", "both types must be MPT_F32, MPT_F16 or MPT_BF16");
-    if (a->count < 0) return mpti_op_error(job.cpu, "cast", "count is negative");
-    return mpti_for_ranges(job.cpu, a->count, MPTI_ROW_CHUNKS, mpti_cast_range, &job);
+        return mpti_op_error(cpu, "cast", "both types must be MPT_F32, MPT_F16 or MPT_BF16");
+    if (a->count < 0) return mpti_op_error(cpu, "cast", "count is negative");
+    return mpti_for_ranges(cpu, a->count, MPTI_ROW_CHUNKS, mpti_cast_range, a);
 }
 
-static void mpti_fill_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
-    const mpt_fill_args *a = ((const mpti_cast_job *)user)->fill;
+static void mpti_fill_range(const mpti_cpu *cpu, const void *user, mpti_range r) {
+    const mpt_fill_args *a = (const mpt_fill_args *)user;
     int64_t i;
 
-    (void)chunk;
-    for (i = begin; i < end; i++) mpti_store(a->dtype, a->dst, (size_t)i, a->value);
+    (void)cpu;
+    for (i = r.begin; i < r.end; i++) mpti_store(a->dtype, a->dst, (size_t)i, a->value);
 }
 
 static mpt_result mpti_fill(void *self, const mpt_fill_args *a) {
-    mpti_cast_job job;
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
 
-    memset(&job, 0, sizeof job);
-    job.cpu = (const mpti_cpu *)self;
-    job.fill = a;
     if (!mpti_is_storage(a->dtype))
-        return mpti_op_error(job.cpu, "fill", "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
-    if (a->count < 0) return mpti_op_error(job.cpu, "fill", "count is negative");
-    return mpti_for_ranges(job.cpu, a->count, MPTI_ROW_CHUNKS, mpti_fill_range, &job);
+        return mpti_op_error(cpu, "fill", "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
+    if (a->count < 0) return mpti_op_error(cpu, "fill", "count is negative");
+    return mpti_for_ranges(cpu, a->count, MPTI_ROW_CHUNKS, mpti_fill_range, a);
 }
 
 static mpt_result mpti_copy(void *self, const mpt_copy_args *a) {
@@ -10813,14 +10490,14 @@ static mpt_result mpti_copy(void *self, const mpt_copy_args *a) {
 }
 
 /* In double, as the loader does it: the same numbers whether it or this entry normalises. */
-static void mpti_normalize_range(void *user, int64_t chunk, int64_t begin, int64_t end) {
-    const mpt_normalize_args *a = ((const mpti_cast_job *)user)->normalize;
+static void mpti_normalize_range(const mpti_cpu *cpu, const void *user, mpti_range r) {
+    const mpt_normalize_args *a = (const mpt_normalize_args *)user;
     const int64_t valid = (int64_t)a->num_valid * a->h * a->wd;
     int64_t pixel;
     int c;
 
-    (void)chunk;
-    for (pixel = begin; pixel < mpti_min64(end, valid); pixel++) {
+    (void)cpu;
+    for (pixel = r.begin; pixel < mpti_min64(r.end, valid); pixel++) {
         for (c = 0; c < a->c; c++) {
             const size_t at = (size_t)pixel * a->c + c;
             double x = a->src_dtype == MPT_U8 ? (double)((const uint8_t *)a->x)[at] / 255.0
@@ -10830,33 +10507,29 @@ static void mpti_normalize_range(void *user, int64_t chunk, int64_t begin, int64
             mpti_store(a->dtype, a->y, at, (float)x);
         }
     }
-    mpti_zero(a->dtype, a->y, mpti_max64(begin, valid) * a->c, end * a->c);
+    mpti_zero(a->dtype, a->y, mpti_max64(r.begin, valid) * a->c, r.end * a->c);
 }
 
 static mpt_result mpti_input_normalize(void *self, const mpt_normalize_args *a) {
-    mpti_cast_job job;
-    mpt_result rc;
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    const char *op = "input_normalize";
+    mpt_result rc = mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
     int c;
 
-    memset(&job, 0, sizeof job);
-    job.cpu = (const mpti_cpu *)self;
-    job.normalize = a;
-    if (a->h < 1 || a->wd < 1 || a->c < 1)
-        return mpti_op_error(job.cpu, "input_normalize", "h, wd and c must be at least 1");
-    if (a->src_dtype != MPT_U8 && !mpti_is_storage(a->src_dtype))
-        return mpti_op_error(job.cpu, "input_normalize",
-                             "src_dtype must be MPT_U8, MPT_F32, MPT_F16 or MPT_BF16");
-    for (c = 0; a->std && c < a->c; c++)
-        if (!(a->std[c] > 0))
-            return mpti_op_error(job.cpu, "input_normalize", "std must be greater than 0");
-    rc = mpti_check_slice(job.cpu, "input_normalize", a->n, a->num_valid, a->dtype,
-                          (double)a->h * a->wd * a->c);
     if (rc) return rc;
-    return mpti_for_ranges(job.cpu, (int64_t)a->n * a->h * a->wd, MPTI_ROW_CHUNKS,
-                           mpti_normalize_range, &job);
+    if (a->src_dtype != MPT_U8 && !mpti_is_storage(a->src_dtype))
+        return mpti_op_error(cpu, op, "src_dtype must be MPT_U8, MPT_F32, MPT_F16 or MPT_BF16");
+    for (c = 0; a->std && c < a->c; c++)
+        if (!(a->std[c] > 0)) return mpti_op_error(cpu, op, "std must be greater than 0");
+    return mpti_for_ranges(cpu, (int64_t)a->n * a->h * a->wd, MPTI_ROW_CHUNKS, mpti_normalize_range,
+                           a);
 }
 
 /* ---- the table ------------------------------------------------------------------------------- */
+static const char *mpti_cpu_kernels(void *self) {
+    return ((const mpti_cpu *)self)->family->name;
+}
+
 /* family NULL: the first that this processor has. */
 static mpt_result mpti_cpu_open_family(mpt_ctx *ctx, const char *family, void **self) {
     const size_t count = sizeof mpti_cpu_families / sizeof mpti_cpu_families[0];
@@ -10869,14 +10542,11 @@ static mpt_result mpti_cpu_open_family(mpt_ctx *ctx, const char *family, void **
         if ((!family || !strcmp(family, f->name)) && (!f->is_supported || f->is_supported())) break;
     }
     if (i == count)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_UNSUPPORTED,
-                                     "cpu backend: this processor or build has no kernels named %s",
-                                     family ? family : "plain"));
+        return MPTI_REPORT(ctx, MPT_ERR_UNSUPPORTED,
+                           "cpu backend: this processor or build has no kernels named %s",
+                           family ? family : "plain");
     cpu = (mpti_cpu *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *cpu);
-    if (!cpu)
-        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                          "no memory for the cpu backend"));
+    if (!cpu) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for the cpu backend");
     cpu->ctx = ctx;
     cpu->family = &mpti_cpu_families[i];
     *self = cpu;
@@ -10895,42 +10565,22 @@ static void mpti_cpu_close(void *self) {
 }
 
 MPT_API const mpt_backend *mpt_backend_cpu(void) {
-    static const mpt_backend table = {"cpu",
-                                      mpti_cpu_open,
-                                      mpti_cpu_close,
-                                      mpti_conv2d_fprop_bytes,
-                                      mpti_conv2d_dgrad_bytes,
-                                      mpti_conv2d_wgrad_bytes,
-                                      mpti_conv2d_fprop,
-                                      mpti_conv2d_dgrad,
-                                      mpti_conv2d_wgrad,
-                                      mpti_dense_fprop_bytes,
-                                      mpti_dense_dgrad_bytes,
-                                      mpti_dense_wgrad_bytes,
-                                      mpti_dense_fprop,
-                                      mpti_dense_dgrad,
-                                      mpti_dense_wgrad,
-                                      mpti_batchnorm_bytes,
-                                      mpti_batchnorm_bytes,
-                                      mpti_batchnorm_forward,
-                                      mpti_batchnorm_backward,
-                                      mpti_relu_forward,
-                                      mpti_relu_backward,
-                                      mpti_add_op,
-                                      mpti_max_pool_forward,
-                                      mpti_max_pool_backward,
-                                      mpti_avg_pool_forward,
-                                      mpti_avg_pool_backward,
-                                      mpti_global_avg_pool_forward,
-                                      mpti_global_avg_pool_backward,
-                                      mpti_dropout_forward,
-                                      mpti_dropout_backward,
-                                      mpti_softmax_xent_bytes,
-                                      mpti_softmax_xent,
-                                      mpti_cast,
-                                      mpti_input_normalize,
-                                      mpti_fill,
-                                      mpti_copy};
+    static const mpt_backend table = {
+        "cpu", mpti_cpu_open, mpti_cpu_close, mpti_cpu_kernels,
+        mpti_conv2d_fprop_bytes, mpti_conv2d_dgrad_bytes, mpti_conv2d_wgrad_bytes,
+        mpti_conv2d_fprop, mpti_conv2d_dgrad, mpti_conv2d_wgrad,
+        mpti_dense_fprop_bytes, mpti_dense_dgrad_bytes, mpti_dense_wgrad_bytes,
+        mpti_dense_fprop, mpti_dense_dgrad, mpti_dense_wgrad,
+        mpti_batchnorm_bytes, mpti_batchnorm_bytes,
+        mpti_batchnorm_forward, mpti_batchnorm_backward,
+        mpti_relu_forward, mpti_relu_backward, mpti_add_op,
+        mpti_max_pool_forward, mpti_max_pool_backward,
+        mpti_avg_pool_forward, mpti_avg_pool_backward,
+        mpti_global_avg_pool_forward, mpti_global_avg_pool_backward,
+        mpti_dropout_forward, mpti_dropout_backward,
+        mpti_softmax_xent_bytes, mpti_softmax_xent,
+        mpti_cast, mpti_input_normalize, mpti_fill, mpti_copy,
+    };
     return &table;
 }
 
@@ -12498,20 +12148,7 @@ MPT_API int mpt_zoo(mpt_model *m, const char *name, int num_classes) {
  * Next:    >>scaler, which decides whether there is an update at all.
  */
 
-/* In bits, since -ffast-math lets a compiler take every isfinite() for true. */
-static bool mpti_is_finite(float x) {
-    return (mpti_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
-}
-
-static bool mpti_is_within(float x, float low, float high) {
-    return mpti_is_finite(x) && x >= low && x <= high;
-}
-
 /* ---- the optimizer's desc -------------------------------------------------------------------- */
-#define MPTI_FLT_MAX 3.402823466e38f
-#define MPTI_TINY 1e-30f         /* "above 0" */
-#define MPTI_ALMOST_1 0.9999999f /* "below 1" */
-
 /* The one place where defaults of mpt_optimizer_desc are filled in. */
 static void mpti_optimizer_desc_defaults(mpt_optimizer_desc *d) {
     if (d->kind == MPT_OPTIMIZER_DEFAULT) d->kind = MPT_OPTIMIZER_SGD_MOMENTUM;
@@ -12524,22 +12161,19 @@ static void mpti_optimizer_desc_defaults(mpt_optimizer_desc *d) {
 
 /* Works on a desc whose defaults are filled in. */
 static mpt_result mpti_optimizer_desc_check(const mpt_optimizer_desc *d, mpt_error *err) {
-    const char *wrong =
-        (unsigned)d->kind > MPT_OPTIMIZER_LARS ? "kind is unknown"
-        : !mpti_is_within(d->learning_rate, MPTI_TINY, 1e30f)
-            ? "learning_rate is required: a number above 0"
-        : !mpti_is_within(d->momentum, MPTI_TINY, MPTI_ALMOST_1)
-            ? "momentum must be above 0 and below 1; for none choose MPT_OPTIMIZER_SGD"
-        : !mpti_is_within(d->beta1, MPTI_TINY, MPTI_ALMOST_1) ? "beta1 must be above 0 and below 1"
-        : !mpti_is_within(d->beta2, MPTI_TINY, MPTI_ALMOST_1) ? "beta2 must be above 0 and below 1"
-        : !mpti_is_within(d->epsilon, MPTI_TINY, 1e30f)       ? "epsilon must be above 0"
-        : !mpti_is_within(d->weight_decay, 0, MPTI_FLT_MAX)   ? "weight_decay must be at least 0"
-        : !mpti_is_within(d->max_grad_norm, 0, MPTI_FLT_MAX)  ? "max_grad_norm must be at least 0"
-        : !mpti_is_within(d->lars_trust, MPTI_TINY, 1e30f)    ? "lars_trust must be above 0"
-                                                              : NULL;
-
-    if (!wrong) return MPT_OK;
-    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_optimizer_desc.%s", wrong);
+    const mpti_bound bounds[] = {
+        {(float)d->kind, MPT_OPTIMIZER_SGD, MPT_OPTIMIZER_LARS, "kind is unknown"},
+        {d->learning_rate, MPTI_TINY, 1e30f, "learning_rate is required: a number above 0"},
+        {d->momentum, MPTI_TINY, MPTI_ALMOST_1,
+         "momentum must be above 0 and below 1; for none choose MPT_OPTIMIZER_SGD"},
+        {d->beta1, MPTI_TINY, MPTI_ALMOST_1, "beta1 must be above 0 and below 1"},
+        {d->beta2, MPTI_TINY, MPTI_ALMOST_1, "beta2 must be above 0 and below 1"},
+        {d->epsilon, MPTI_TINY, 1e30f, "epsilon must be above 0"},
+        {d->weight_decay, 0, MPTI_FLT_MAX, "weight_decay must be at least 0"},
+        {d->max_grad_norm, 0, MPTI_FLT_MAX, "max_grad_norm must be at least 0"},
+        {d->lars_trust, MPTI_TINY, 1e30f, "lars_trust must be above 0"},
+    };
+    return mpti_check_bounds(err, "mpt_optimizer_desc", bounds, sizeof bounds / sizeof bounds[0]);
 }
 
 /* FP32 numbers of state per weight: momentum, or Adam's two moments. */
@@ -12549,9 +12183,7 @@ static int mpti_optimizer_state_count(mpt_optimizer_kind kind) {
 }
 
 /* ---- segments and chunks --------------------------------------------------------------------- */
-enum {
-    MPTI_UPDATE_CHUNK = 16384
-}; /* weights: 64 KiB of each buffer, so that four fit into an L2 */
+enum { MPTI_UPDATE_CHUNK = 16384 }; /* weights: 64 KiB of each buffer; four fit into an L2 */
 
 typedef struct mpti_parameter { /* one parameter tensor within the flat buffers */
     size_t offset, count;
@@ -12562,9 +12194,8 @@ typedef struct mpti_parameter { /* one parameter tensor within the flat buffers 
 typedef struct mpti_update_chunk {
     size_t offset, count;
     int64_t segment;
-    /* left by the last check */
-    double gradient_sum, weight_sum; /* of squares; of weights only for LARS */
-    uint32_t nonfinite;
+    double gradient_sum, weight_sum; /* of squares, by the last check; of weights only for LARS */
+    uint32_t nonfinite;              /* by the last check too */
 } mpti_update_chunk;
 
 typedef struct mpti_optimizer {
@@ -12832,15 +12463,6 @@ static void mpti_update_adam(const mpti_span *s, float beta1, float beta2, float
     }
 }
 
-static void mpti_weights_to_half(const float *w, size_t n, mpt_dtype dtype, uint16_t *half) {
-    size_t i;
-
-    if (dtype == MPT_F16)
-        for (i = 0; i < n; i++) half[i] = mpt_f32_to_f16(w[i]);
-    else
-        for (i = 0; i < n; i++) half[i] = mpt_f32_to_bf16(w[i]);
-}
-
 static mpt_result mpti_update_chunk_run(int64_t index, void *user) {
     const mpti_update_job *job = (const mpti_update_job *)user;
     const mpti_update_chunk *c = &job->o->chunks[index];
@@ -12858,16 +12480,12 @@ static mpt_result mpti_update_chunk_run(int64_t index, void *user) {
         s.decay = 0;
         s.keep = 1;
     }
-    switch (d->kind) {
-    case MPT_OPTIMIZER_SGD: mpti_update_sgd(&s); break;
-    case MPT_OPTIMIZER_ADAM:
-    case MPT_OPTIMIZER_ADAMW: mpti_update_adam(&s, d->beta1, d->beta2, d->epsilon); break;
-    case MPT_OPTIMIZER_DEFAULT:
-    case MPT_OPTIMIZER_SGD_MOMENTUM:
-    case MPT_OPTIMIZER_SGD_NESTEROV:
-    case MPT_OPTIMIZER_LARS: mpti_update_momentum(&s, d->kind, d->momentum); break;
+    switch (mpti_optimizer_state_count(d->kind)) {
+    case 0: mpti_update_sgd(&s); break;
+    case 1: mpti_update_momentum(&s, d->kind, d->momentum); break;
+    default: mpti_update_adam(&s, d->beta1, d->beta2, d->epsilon); break;
     }
-    if (p->half) mpti_weights_to_half(s.w, s.n, p->half_dtype, p->half + c->offset);
+    if (p->half) mpti_narrow_plain(p->half_dtype, s.w, p->half + c->offset, s.n);
     return MPT_OK;
 }
 
@@ -12944,30 +12562,26 @@ static const char *mpti_schedule_steps_wrong(const mpt_schedule_desc *d) { /* NU
 /* Works on a desc whose defaults are filled in. */
 static mpt_result mpti_schedule_desc_check(const mpt_schedule_desc *d, int64_t total_steps,
                                            mpt_error *err) {
-    bool needs_total = d->kind == MPT_SCHEDULE_COSINE || d->kind == MPT_SCHEDULE_POLY ||
-                       d->kind == MPT_SCHEDULE_ONE_CYCLE;
-    const char *wrong = (unsigned)d->kind > MPT_SCHEDULE_ONE_CYCLE ? "kind is unknown"
-                        : d->warmup_steps < 0 ? "warmup_steps must be at least 0"
-                        : needs_total && total_steps < 1
-                            ? "kind: cosine, poly and one-cycle need the number of total_steps"
-                        : needs_total && d->warmup_steps >= total_steps
-                            ? "warmup_steps must be below the number of total_steps"
-                        : !mpti_is_within(d->warmup_start, 0, 1) ? "warmup_start must be in 0 .. 1"
-                        : !mpti_is_within(d->end_factor, 0, 1)   ? "end_factor must be in 0 .. 1"
-                        : !mpti_is_within(d->decay_factor, 1e-30f, 1)
-                            ? "decay_factor must be above 0, at most 1"
-                        : d->poly_power < 1 || d->poly_power > 16 ? "poly_power must be in 1 .. 16"
-                        : !mpti_is_within(d->pct_start, MPTI_TINY, MPTI_ALMOST_1)
-                            ? "pct_start must be above 0 and below 1"
-                        : !mpti_is_within(d->div_factor, 1, MPTI_FLT_MAX)
-                            ? "div_factor must be at least 1"
-                        : !mpti_is_within(d->final_div_factor, 1, MPTI_FLT_MAX)
-                            ? "final_div_factor must be at least 1"
-                        : d->kind == MPT_SCHEDULE_STEP ? mpti_schedule_steps_wrong(d)
-                                                       : NULL;
-
-    if (!wrong) return MPT_OK;
-    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_schedule_desc.%s", wrong);
+    const bool needs_total = d->kind == MPT_SCHEDULE_COSINE || d->kind == MPT_SCHEDULE_POLY ||
+                             d->kind == MPT_SCHEDULE_ONE_CYCLE;
+    const char *wrong_steps = d->kind == MPT_SCHEDULE_STEP ? mpti_schedule_steps_wrong(d) : NULL;
+    const mpti_bound bounds[] = {
+        {(float)d->kind, 0, MPT_SCHEDULE_ONE_CYCLE, "kind is unknown"},
+        {(float)(d->warmup_steps >= 0), 1, 1, "warmup_steps must be at least 0"},
+        {(float)(!needs_total || total_steps > 0), 1, 1,
+         "kind: cosine, poly and one-cycle need the number of total_steps"},
+        {(float)(!needs_total || d->warmup_steps < total_steps), 1, 1,
+         "warmup_steps must be below the number of total_steps"},
+        {d->warmup_start, 0, 1, "warmup_start must be in 0 .. 1"},
+        {d->end_factor, 0, 1, "end_factor must be in 0 .. 1"},
+        {d->decay_factor, MPTI_TINY, 1, "decay_factor must be above 0, at most 1"},
+        {(float)d->poly_power, 1, 16, "poly_power must be in 1 .. 16"},
+        {d->pct_start, MPTI_TINY, MPTI_ALMOST_1, "pct_start must be above 0 and below 1"},
+        {d->div_factor, 1, MPTI_FLT_MAX, "div_factor must be at least 1"},
+        {d->final_div_factor, 1, MPTI_FLT_MAX, "final_div_factor must be at least 1"},
+        {(float)!wrong_steps, 1, 1, wrong_steps},
+    };
+    return mpti_check_bounds(err, "mpt_schedule_desc", bounds, sizeof bounds / sizeof bounds[0]);
 }
 
 MPT_API mpt_result mpt_schedule_check(mpt_ctx *ctx, const mpt_schedule_desc *desc,
@@ -13142,26 +12756,22 @@ static void mpti_loss_scaler_desc_defaults(mpt_loss_scaler_desc *d) {
 
 /* Works on a desc whose defaults are filled in. A fixed scale need not lie in min .. max. */
 static mpt_result mpti_loss_scaler_desc_check(const mpt_loss_scaler_desc *d, mpt_error *err) {
-    bool fixed = d->mode != MPT_LOSS_SCALE_DYNAMIC;
-    const char *wrong = (unsigned)d->mode > MPT_LOSS_SCALE_NONE ? "mode is unknown"
-                        : !mpti_is_within(d->init_scale, MPTI_SCALE_LOWEST, MPTI_SCALE_HIGHEST)
-                            ? "init_scale must be in 2^-126 .. 2^127"
-                        : !mpti_is_within(d->growth_factor, 1.0000001f, MPTI_FLT_MAX)
-                            ? "growth_factor must be above 1"
-                        : !mpti_is_within(d->backoff_factor, MPTI_TINY, MPTI_ALMOST_1)
-                            ? "backoff_factor must be above 0 and below 1"
-                        : !mpti_is_within(d->min_scale, MPTI_SCALE_LOWEST, MPTI_SCALE_HIGHEST)
-                            ? "min_scale must be in 2^-126 .. 2^127"
-                        : !mpti_is_within(d->max_scale, d->min_scale, MPTI_SCALE_HIGHEST)
-                            ? "max_scale must be in min_scale .. 2^127"
-                        : !fixed && !mpti_is_within(d->init_scale, d->min_scale, d->max_scale)
-                            ? "init_scale must be in min_scale .. max_scale"
-                        : d->growth_interval < 1  ? "growth_interval must be at least 1"
-                        : d->max_skips_at_min < 1 ? "max_skips_at_min must be at least 1"
-                                                  : NULL;
-
-    if (!wrong) return MPT_OK;
-    return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_loss_scaler_desc.%s", wrong);
+    const float lowest = MPTI_SCALE_LOWEST, highest = MPTI_SCALE_HIGHEST;
+    const bool fixed = d->mode != MPT_LOSS_SCALE_DYNAMIC;
+    const mpti_bound bounds[] = {
+        {(float)d->mode, MPT_LOSS_SCALE_DYNAMIC, MPT_LOSS_SCALE_NONE, "mode is unknown"},
+        {d->init_scale, lowest, highest, "init_scale must be in 2^-126 .. 2^127"},
+        {d->growth_factor, 1.0000001f, MPTI_FLT_MAX, "growth_factor must be above 1"},
+        {d->backoff_factor, MPTI_TINY, MPTI_ALMOST_1,
+         "backoff_factor must be above 0 and below 1"},
+        {d->min_scale, lowest, highest, "min_scale must be in 2^-126 .. 2^127"},
+        {d->max_scale, d->min_scale, highest, "max_scale must be in min_scale .. 2^127"},
+        {d->init_scale, fixed ? lowest : d->min_scale, fixed ? highest : d->max_scale,
+         "init_scale must be in min_scale .. max_scale"},
+        {(float)(d->growth_interval > 0), 1, 1, "growth_interval must be at least 1"},
+        {(float)(d->max_skips_at_min > 0), 1, 1, "max_skips_at_min must be at least 1"},
+    };
+    return mpti_check_bounds(err, "mpt_loss_scaler_desc", bounds, sizeof bounds / sizeof bounds[0]);
 }
 
 MPT_API mpt_result mpt_loss_scaler_check(mpt_ctx *ctx, const mpt_loss_scaler_desc *desc) {
@@ -13239,15 +12849,6 @@ MPT_API mpt_result mpt_loss_scaler_restore(mpt_loss_scaler *s, const mpt_loss_sc
 
 /* ---- overflow autopsy --------------------------------------------------------------------------
    All by integers: |x| of FP32 numbers grows with its bits, 0x7f800000 is inf, above is NaN. */
-
-static float mpti_element(const mpt_tensor *t, size_t i) {
-    switch (t->dtype) {
-    case MPT_F16: return mpt_f16_to_f32(((const uint16_t *)t->data)[i]);
-    case MPT_BF16: return mpt_bf16_to_f32(((const uint16_t *)t->data)[i]);
-    default: return ((const float *)t->data)[i];
-    }
-}
-
 /* The largest finite number of a floating type; 0 for other types. */
 static float mpti_dtype_max(mpt_dtype dtype) {
     switch (dtype) {
@@ -13264,9 +12865,7 @@ static float mpti_power_of_2(int exponent) { /* brought into -126 .. 127 */
 }
 
 static int mpti_exponent_of(double x) { /* floor(log2 x) of a normal number; 1024 for inf */
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return (int)(bits >> 52 & 0x7ff) - 1023;
+    return (int)(mpti_f64_bits(x) >> 52 & 0x7ff) - 1023;
 }
 
 static bool mpti_tensor_elements(const mpt_tensor *t, size_t *count) {
@@ -13326,7 +12925,8 @@ MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt
     out->count = (int64_t)count;
     out->first_bad = -1;
     for (i = 0; i < count; i++)
-        mpti_autopsy_count(out, (int64_t)i, mpti_f32_bits(mpti_element(tensor, i)) & 0x7fffffffu);
+        mpti_autopsy_count(out, (int64_t)i,
+                           mpti_f32_bits(mpti_load(tensor->dtype, tensor->data, i)) & 0x7fffffffu);
     mpti_autopsy_scale(out, scale, mpti_dtype_max(storage));
     return MPT_OK;
 }
@@ -14019,8 +13619,8 @@ static mpt_result mpti_trainer_stuck(const mpt_trainer *t) {
     }
     return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
                      "%d steps in a row were skipped at the smallest loss scale %g; first bad "
-                     "tensor: gradient of %s, element %lld. Lower the learning rate or "
-                     "loss_scaler.min_scale; mpt_trainer_autopsy tells where it begins",
+                     "tensor: gradient of %s, element %lld: lower the learning rate or the "
+                     "smallest loss scale, or look at the data",
                      t->scaler.skips_at_min, (double)t->scaler.scale, name, (long long)element);
 }
 
@@ -14110,8 +13710,17 @@ MPT_API mpt_result mpt_trainer_sync(mpt_trainer *t, mpt_step_report *out) {
     return MPT_OK;
 }
 
-MPT_API int64_t mpt_trainer_steps(const mpt_trainer *t) {
-    return t ? t->step : 0;
+MPT_API mpt_trainer_info mpt_trainer_get_info(const mpt_trainer *t) {
+    mpt_trainer_info info;
+
+    memset(&info, 0, sizeof info);
+    if (!t) return info;
+    info.steps = t->step;
+    info.applied_steps = t->optimizer.applied_steps;
+    info.loss_scale = t->scaler.scale;
+    info.backend = t->net.backend->name;
+    info.kernels = t->net.backend->kernels(t->net.self);
+    return info;
 }
 
 /* ---- the autopsy of a skipped step --------------------------------------------------------------
@@ -14357,9 +13966,7 @@ static void mpti_sha256_block(uint32_t h[8], const uint8_t p[64]) { /* section 6
     uint32_t w[64], x[8], t1, t2;
     int t;
 
-    for (t = 0; t < 16; t++)
-        w[t] = (uint32_t)p[4 * t] << 24 | (uint32_t)p[4 * t + 1] << 16 |
-               (uint32_t)p[4 * t + 2] << 8 | (uint32_t)p[4 * t + 3];
+    for (t = 0; t < 16; t++) w[t] = mpti_load_uint(p + 4 * t, 4, true);
     for (; t < 64; t++) {
         t1 = mpti_rotate_right(w[t - 2], 17) ^ mpti_rotate_right(w[t - 2], 19) ^ w[t - 2] >> 10;
         t2 = mpti_rotate_right(w[t - 15], 7) ^ mpti_rotate_right(w[t - 15], 18) ^ w[t - 15] >> 3;
@@ -14405,8 +14012,8 @@ static void mpti_sha256_finish(mpti_sha256 *s, char hex[65]) {
     uint8_t length[8];
     int i;
 
-    mpti_sha256_add(s, padding,
-                    (size_t)((119 - s->size % 64) % 64 + 1)); /* to 56 of the last block */
+    /* to byte 56 of the last block */
+    mpti_sha256_add(s, padding, (size_t)((119 - s->size % 64) % 64 + 1));
     for (i = 0; i < 8; i++) length[i] = (uint8_t)(bits >> (56 - 8 * i));
     mpti_sha256_add(s, length, sizeof length);
     for (i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", (unsigned)s->h[i]);
@@ -14436,8 +14043,7 @@ static mpt_result mpti_safetensors_host(mpt_error *err, const char *path) {
     if (!path) return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "a safetensors path is required");
     memcpy(&first, &one, 1);
     return first == 1 ? MPT_OK
-                      : MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                                  "%s: safetensors needs a little-endian machine", path);
+                      : MPTI_REFUSED(err, "%s: safetensors needs a little-endian machine", path);
 }
 
 /* What stands in front of the checksum in a file of our writer, and what it is. The CRC covers the
@@ -14472,15 +14078,14 @@ mpti_safetensors_fail(mpt_safetensors *s, const char *tensor, const char *format
     vsnprintf(cause, sizeof cause, format, args);
     va_end(args);
     if (!tensor)
-        return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA, "%s: safetensors header: %s",
-                         mpti_path_tail(s->path), cause);
-    return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA, "%s: tensor '%.80s': %s",
-                     mpti_path_tail(s->path), tensor, cause);
+        return MPTI_DAMAGED(&s->ctx->error, "%s: safetensors header: %s", mpti_path_tail(s->path),
+                            cause);
+    return MPTI_DAMAGED(&s->ctx->error, "%s: tensor '%.80s': %s", mpti_path_tail(s->path), tensor,
+                        cause);
 }
 
 static mpt_result mpti_safetensors_no_memory(mpt_safetensors *s) {
-    return MPTI_FAIL(&s->ctx->error, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for its header",
-                     mpti_path_tail(s->path));
+    return MPTI_NO_MEMORY(&s->ctx->error, "%s: no memory for its header", mpti_path_tail(s->path));
 }
 
 static mpt_result mpti_safetensors_bad_json(mpt_safetensors *s, const mpti_json *j) {
@@ -14504,8 +14109,8 @@ static bool mpti_safetensors_string(mpti_json *j, const char **text) {
     return mpti_json_string(j, start, SIZE_MAX);
 }
 
-static bool mpti_safetensors_number(mpti_json *j,
-                                    uint64_t *out) { /* digits only, no sign, no 007 */
+/* Digits only, no sign, no 007. */
+static bool mpti_safetensors_number(mpti_json *j, uint64_t *out) {
     int64_t value = 0;
     int c = mpti_json_peek(j);
 
@@ -14524,9 +14129,8 @@ static mpt_result mpti_safetensors_shape(mpt_safetensors *s, mpti_json *j,
     for (info->count = 1, info->num_dims = 0; mpti_json_item(j); info->num_dims++) {
         if (!mpti_safetensors_number(j, &dim)) break;
         if (info->num_dims == MPT_SAFETENSORS_MAX_DIMS)
-            return MPTI_FAIL(&s->ctx->error, MPT_ERR_UNSUPPORTED,
-                             "%s: tensor '%.80s' has more than %d dimensions",
-                             mpti_path_tail(s->path), info->name, MPT_SAFETENSORS_MAX_DIMS);
+            return MPTI_REFUSED(&s->ctx->error, "%s: tensor '%.80s' has more than %d dimensions",
+                                mpti_path_tail(s->path), info->name, MPT_SAFETENSORS_MAX_DIMS);
         if (dim > 0 && info->count > (uint64_t)INT64_MAX / dim)
             return mpti_safetensors_fail(s, info->name, "its shape has too many elements");
         info->dims[info->num_dims] = (int64_t)dim;
@@ -14705,17 +14309,15 @@ static mpt_result mpti_safetensors_fetch(mpt_safetensors *s, void *dst, size_t s
     for (; rc == MPT_OK && size > 0; p += got, size -= got) {
         rc = mpti_file_read_some(&s->file, &s->ctx->error, p, size, &got);
         if (rc == MPT_OK && got == 0)
-            return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA,
-                             "%s: it ends at byte %llu, %llu more were expected",
-                             mpti_path_tail(s->path), (unsigned long long)s->file.offset,
-                             (unsigned long long)size);
+            return MPTI_DAMAGED(&s->ctx->error, "%s: it ends at byte %llu, %llu more were expected",
+                                mpti_path_tail(s->path), (unsigned long long)s->file.offset,
+                                (unsigned long long)size);
     }
     return rc;
 }
 
 static mpt_result mpti_safetensors_load_header(mpt_safetensors *s) {
-    const size_t step =
-        1 << 20; /* memory for bytes that are there, not for bytes that are promised */
+    const size_t step = 1 << 20; /* memory for bytes that are there, not for promised ones */
     uint8_t head[8];
     uint64_t left;
     mpt_bytes text;
@@ -14767,8 +14369,7 @@ MPT_API mpt_result mpt_safetensors_open(mpt_ctx *ctx, const mpt_safetensors_desc
         s->ctx = ctx;
         s->header.allocator = s->metadata.allocator = s->tensors.allocator = a;
     }
-    if (!s || !s->path)
-        rc = MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a safetensors reader");
+    if (!s || !s->path) rc = MPTI_NO_MEMORY(&ctx->error, "no memory for a safetensors reader");
     if (rc == MPT_OK)
         rc = mpti_file_open(desc->io ? desc->io : mpt_io_files(), s->path, &ctx->error, &s->file);
     if (rc == MPT_OK) rc = mpti_safetensors_load_header(s);
@@ -14798,9 +14399,8 @@ MPT_API int64_t mpt_safetensors_count(const mpt_safetensors *s) {
 static const mpt_safetensors_info *mpti_safetensors_at(mpt_safetensors *s, int64_t index) {
     if (index >= 0 && index < (int64_t)s->num_tensors)
         return (const mpt_safetensors_info *)(const void *)s->tensors.data + index;
-    mpti_report(s->ctx, MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                  "%s: there is no tensor %lld of %lld", mpti_path_tail(s->path),
-                                  (long long)index, (long long)s->num_tensors));
+    MPTI_REPORT(s->ctx, MPT_ERR_INVALID_ARGUMENT, "%s: there is no tensor %lld of %lld",
+                mpti_path_tail(s->path), (long long)index, (long long)s->num_tensors);
     return NULL;
 }
 
@@ -14840,9 +14440,9 @@ static mpt_result mpti_safetensors_go(mpt_safetensors *s, uint64_t offset) {
     if (s->file.io->seek && s->file.offset != offset)
         return mpti_file_seek(&s->file, &s->ctx->error, offset);
     if (offset < s->file.offset)
-        return MPTI_FAIL(&s->ctx->error, MPT_ERR_UNSUPPORTED,
-                         "%s: this storage can't seek: read tensors in file order",
-                         mpti_path_tail(s->path));
+        return MPTI_REFUSED(&s->ctx->error,
+                            "%s: this storage can't seek: read tensors in file order",
+                            mpti_path_tail(s->path));
     while (rc == MPT_OK && s->file.offset < offset) {
         uint64_t left = offset - s->file.offset;
         rc = mpti_safetensors_fetch(s, skipped,
@@ -14858,11 +14458,9 @@ MPT_API mpt_result mpt_safetensors_read(mpt_safetensors *s, int64_t index, void 
 
     if (!info) return MPT_ERR_INVALID_ARGUMENT;
     if (bytes != info->bytes || (!dst && bytes > 0))
-        return mpti_report(s->ctx,
-                           MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                     "%s: tensor '%.80s' has %llu bytes, not %llu",
-                                     mpti_path_tail(s->path), info->name,
-                                     (unsigned long long)info->bytes, (unsigned long long)bytes));
+        return MPTI_REPORT(s->ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "%s: tensor '%.80s' has %llu bytes, not %llu", mpti_path_tail(s->path),
+                           info->name, (unsigned long long)info->bytes, (unsigned long long)bytes);
     rc = mpti_safetensors_go(s, info->offset);
     if (rc == MPT_OK) rc = mpti_safetensors_fetch(s, dst, bytes);
     return mpti_report(s->ctx, rc);
@@ -14896,16 +14494,16 @@ MPT_API mpt_result mpt_safetensors_verify(mpt_safetensors *s) {
 
     if (!s) return MPT_ERR_INVALID_ARGUMENT;
     if (!s->checksum[0])
-        return mpti_report(s->ctx, MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_STATE,
-                                             "%s: it has no checksum", mpti_path_tail(s->path)));
+        return MPTI_REPORT(s->ctx, MPT_ERR_INVALID_STATE, "%s: it has no checksum",
+                           mpti_path_tail(s->path));
     block = (uint8_t *)mpti_alloc(&s->ctx->desc.allocator, capacity);
     rc = block ? mpti_safetensors_crc(s, block, capacity, &crc) : mpti_safetensors_no_memory(s);
     mpti_free(&s->ctx->desc.allocator, block, capacity);
     snprintf(digits, sizeof digits, "%08x", (unsigned)crc);
     if (rc == MPT_OK && strcmp(digits, s->checksum) != 0)
-        rc = MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA,
-                       "%s: its checksum is %s, its content has %s: the file is damaged",
-                       mpti_path_tail(s->path), s->checksum, digits);
+        rc = MPTI_DAMAGED(&s->ctx->error,
+                          "%s: its checksum is %s, its content has %s: the file is damaged",
+                          mpti_path_tail(s->path), s->checksum, digits);
     return mpti_report(s->ctx, rc);
 }
 
@@ -14932,8 +14530,7 @@ struct mpt_safetensors_writer {
 
 static mpt_result mpti_safetensors_writer_fail(mpt_safetensors_writer *w, mpt_result code,
                                                const char *what, const char *name) {
-    return mpti_report(w->ctx, MPTI_FAIL(&w->ctx->error, code, "%s: '%.80s' %s",
-                                         mpti_path_tail(w->output.path), name, what));
+    return MPTI_REPORT(w->ctx, code, "%s: '%.80s' %s", mpti_path_tail(w->output.path), name, what);
 }
 
 static void mpti_text_add(mpt_safetensors_writer *w, mpti_buffer *b, const char *text) {
@@ -14975,9 +14572,7 @@ MPT_API mpt_result mpt_safetensors_writer_open(mpt_ctx *ctx,
     rc = mpti_safetensors_host(&ctx->error, desc ? desc->path : NULL);
     if (rc) return mpti_report(ctx, rc);
     w = (mpt_safetensors_writer *)mpti_calloc(a, 1, sizeof *w);
-    if (!w)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer"));
+    if (!w) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer");
     w->ctx = ctx;
     w->checksum = desc->checksum;
     w->metadata.allocator = w->tensors.allocator = w->header.allocator = a;
@@ -15397,7 +14992,7 @@ MPT_API mpt_result mpt_trainer_import(mpt_trainer *t, const mpt_io *io, const ch
 /* ---- checkpoints: everything that goes into the next step ---------------------------------------
    One safetensors file with a checksum over all of it. Flat rows as they are in memory: nothing is
    rounded or turned, so a run goes on bit for bit. */
-enum { MPTI_COUNTERS = 9 };
+enum { MPTI_COUNTERS = 11 };
 
 typedef struct mpti_checkpoint_row {
     const char *name;
@@ -15450,6 +15045,8 @@ static void mpti_checkpoint_counters(const mpt_trainer *t, int64_t c[MPTI_COUNTE
     c[6] = (int64_t)mpti_model_fingerprint(t->model);
     c[7] = (int64_t)t->desc.seed;
     c[8] = (int64_t)t->desc.optimizer.kind;
+    c[9] = (int64_t)t->batch_size * t->desc.accumulate_steps;
+    c[10] = t->desc.total_steps;
 }
 
 static mpt_result mpti_checkpoint_add(mpt_safetensors_writer *w, const char *name, mpt_dtype dtype,
@@ -15565,6 +15162,24 @@ static mpt_result mpti_checkpoint_check_counters(mpt_trainer *t, mpt_safetensors
     return MPT_OK;
 }
 
+/* Both are the caller's right, and often a slip. */
+static void mpti_checkpoint_warn(const mpt_trainer *t, const char *path, const int64_t *c) {
+    int64_t records = (int64_t)t->batch_size * t->desc.accumulate_steps;
+    char text[320];
+
+    if (c[9] != records) {
+        snprintf(text, sizeof text,
+                 "%s: it was trained with %lld records a step, this run takes %lld",
+                 mpti_path_tail(path), (long long)c[9], (long long)records);
+        mpti_log(t->ctx, MPT_LOG_WARNING, text);
+    }
+    if (c[10] != t->desc.total_steps) {
+        snprintf(text, sizeof text, "%s: its schedule ran to step %lld, this one runs to %lld",
+                 mpti_path_tail(path), (long long)c[10], (long long)t->desc.total_steps);
+        mpti_log(t->ctx, MPT_LOG_WARNING, text);
+    }
+}
+
 /* All is looked at before anything changes: then only storage can still fail. */
 static mpt_result mpti_checkpoint_apply(mpt_trainer *t, mpt_safetensors *s, mpt_loader *data,
                                         const char *path) {
@@ -15593,6 +15208,7 @@ static mpt_result mpti_checkpoint_apply(mpt_trainer *t, mpt_safetensors *s, mpt_
             rc = mpt_safetensors_read(s, at[i], rows[i].data,
                                       sizeof(float) * (size_t)rows[i].count);
     if (rc) return rc;
+    mpti_checkpoint_warn(t, path, c);
     t->scaler = scaler;
     t->step = c[0];
     mpti_optimizer_resume(&t->optimizer, c[1]);

@@ -2,10 +2,11 @@
 
    A program on mptrain's public interface only. Its parts, in reading order:
        common/cli.h         flags, progress line, JSON
+       common/network.h     networks described in text
        train/options.h      the options, what contradicts what, how they become descs
        train/log.h          lines of text or JSON, the live line
        train/data.h         what the records say, the two loaders
-       train/network.h      a network by name, or by a description FILE.txt
+       train/network.h      a network by name, or described in FILE.txt
        train/files.h        files that appear whole or not at all
        train/checkpoint.h   a directory of checkpoints: write, keep, go on
        train/run.h          steps, epochs, evaluation
@@ -31,8 +32,11 @@ static int train_make_ctx(train_run *r) {
 
 /* What the command line left open and the library chose: the report tells what really ran. */
 static void train_keep_choices(train_run *r) {
-    static const int words[] = {-1, 0, -1, 1, -1, 2}; /* place of mpt_precision in --precision */
-    static const char *const levels[] = {"", "O0", "O1", "O2", "O3", "bf16"};
+    /* places of mpt_precision in --precision and --opt-level; -1: there is none */
+    static const int words[] = {-1, 0, -1, 1, -1, 2}, places[] = {-1, 0, 1, 2, 3, -1};
+    static const char *const names[] = {
+        "",    "fp32 (O0)", "fp32 with casts to fp16 (O1)", "fp16 (O2)", "fp16 throughout (O3)",
+        "bf16"};
     const mpt_loader *loader = r->data ? r->data : r->val;
     mpt_loader_info info = mpt_loader_get_info(loader);
     mpt_loss_scale_mode mode = r->desc.loss_scaler.mode;
@@ -48,11 +52,9 @@ static void train_keep_choices(train_run *r) {
                     : mode == MPT_LOSS_SCALE_STATIC ? o->texts[1]
                                                     : "1";
     if (o->precision < 0) o->precision = words[r->desc.precision];
-    log_note(&r->log, "precision %s (%s), loss scale %s",
-             o->precision < 0
-                 ? levels[r->desc.precision]
-                 : cli_choice_name(TRAIN_PRECISIONS, o->precision, o->texts[2], sizeof o->texts[2]),
-             levels[r->desc.precision], o->loss_scale);
+    if (o->opt_level < 0) o->opt_level = places[r->desc.precision];
+    o->keep_batchnorm = r->desc.keep_batchnorm_fp32 == MPT_NO;
+    log_note(&r->log, "precision %s, loss scale %s", names[r->desc.precision], o->loss_scale);
 }
 
 static void train_tell_schedule(train_run *r, int64_t steps_per_epoch) {
@@ -159,22 +161,18 @@ static int train_prepare(train_run *r) {
 /* What a run leaves, also one that a signal ended: `code` is what came of it so far. */
 static int train_finish(train_run *r, int code) {
     char hash[65], time[24];
-    int64_t steps = mpt_trainer_steps(r->trainer);
-    int written;
+    int64_t steps = mpt_trainer_get_info(r->trainer).steps;
+    bool ok = !r->unsaved;
 
     if (mpt_trainer_sha256(r->trainer, hash)) return log_fail_call(&r->log, r->ctx);
-    if (code == CLI_RUN && r->o.export_path) {
-        written = export_write(r);
-        if (written != CLI_RUN) return written;
-    }
-    written = report_write(r, hash);
-    if (written != CLI_RUN) return written;
+    if (code == CLI_RUN && r->o.export_path) ok = export_write(r) == CLI_RUN && ok;
+    ok = report_write(r, hash) == CLI_RUN && ok;
     cli_human_time(cli_seconds() - r->begun, time);
     if (r->training > 0)
         log_note(&r->log, "%lld step%s in all, %s; %.0f images/s", (long long)steps,
                  cli_plural(steps, "s"), time, (double)r->images / r->training);
     log_note(&r->log, "weights_sha256 %s", hash);
-    if (r->unsaved) return CLI_EXIT_FAILURE;
+    if (!ok) return CLI_EXIT_FAILURE;
     return code == CLI_RUN ? CLI_EXIT_OK : code;
 }
 

@@ -1014,11 +1014,11 @@ MPT_TEST(pools_are_what_they_say) {
     static const int shapes[][7] = {{2, 8, 8, 3, 2, 2, 0}, {3, 11, 9, 4, 3, 2, 1},
                                     {2, 7, 7, 5, 3, 1, 0}, {1, 5, 6, 600, 3, 1, 1},
                                     {2, 4, 4, 8, 1, 1, 0}, {1, 17, 16, 2, 16, 1, 8},
-                                    {4, 9, 9, 1, 2, 3, 1}};
+                                    {4, 9, 9, 1, 2, 3, 1}, {1, 4, 4, 3, 2, INT_MAX, 0}};
     machine m = machine_open("plain", 2);
     int s, t, kind, num_valid;
     size_t e;
-    for (s = 0; s < 7; s++) {
+    for (s = 0; s < 8; s++) {
         for (t = 0; t < 3; t++) {
             for (kind = 0; kind < 3; kind++) {
                 for (num_valid = 0; num_valid <= shapes[s][0]; num_valid++) {
@@ -1685,6 +1685,12 @@ MPT_TEST(bad_arguments_are_refused) {
     a.c = 2000000000;
     conv_refused(&m, &a, "at most 2^30");
     CHECK_EQ_INT(m.ops->conv2d_wgrad_workspace_bytes(m.self, &a), 0);
+    a = good;
+    a.h = INT_MAX; /* h + padding would not be an int */
+    a.wd = a.c = a.s = 1;
+    a.p = INT_MAX;
+    a.q = 3;
+    conv_refused(&m, &a, "h and wd at most 2^30");
     memset(&d, 0, sizeof(d));
     d.n = d.out = 1;
     CHECK_RESULT(m.ctx, m.ops->dense_fprop(m.self, &d), MPT_ERR_INVALID_ARGUMENT);
@@ -1702,6 +1708,45 @@ MPT_TEST(bad_arguments_are_refused) {
     p.padding = 0;
     p.p = p.q = 4;
     CHECK_RESULT(m.ctx, m.ops->max_pool_backward(m.self, &p), MPT_ERR_INVALID_ARGUMENT);
+    p.c = INT_MAX; /* a loop over spans of channels would not end */
+    CHECK_RESULT(m.ctx, m.ops->avg_pool_forward(m.self, &p), MPT_ERR_INVALID_ARGUMENT);
+    CHECK_CONTAINS(mpt_last_error(m.ctx)->message, "h, wd and c must be");
+    machine_close(&m);
+}
+
+/* Its input is small, but a single staged row of the padded input is 2^61 numbers long: the size of
+   the workspace in bytes would not fit 64 bits, and what is left of it would be accepted. */
+MPT_TEST(workspaces_that_no_memory_holds_are_refused) {
+    machine m = machine_open("plain", 1);
+    mpt_conv2d_args a;
+    mpt_batchnorm_args b;
+    mpt_softmax_xent_args s;
+    char byte = 0;
+    memset(&a, 0, sizeof(a));
+    a.n = a.num_valid = 4;
+    a.h = a.wd = a.s = a.stride = 1;
+    a.c = 1 << 30;
+    a.k = 31;
+    a.padding = a.r = 32767;
+    a.p = 2 * a.padding + 1 - a.r + 1;
+    a.q = 2 * a.padding + 1;
+    a.workspace = &byte;
+    a.workspace_bytes = SIZE_MAX;
+    conv_refused(&m, &a, "too large");
+    CHECK_EQ_INT(m.ops->conv2d_fprop_workspace_bytes(m.self, &a), 0);
+    CHECK_EQ_INT(m.ops->conv2d_wgrad_workspace_bytes(m.self, &a), 0);
+    memset(&b, 0, sizeof(b));
+    b.n = b.h = b.wd = INT_MAX;
+    b.c = 1;
+    CHECK_EQ_INT(m.ops->batchnorm_forward_workspace_bytes(m.self, &b), 0);
+    b.n = b.h = b.wd = 1;
+    b.c = -1;
+    CHECK_EQ_INT(m.ops->batchnorm_backward_workspace_bytes(m.self, &b), 0);
+    memset(&s, 0, sizeof(s));
+    s.n = 1;
+    s.classes = INT_MAX;
+    CHECK_RESULT(m.ctx, m.ops->softmax_xent(m.self, &s), MPT_ERR_INVALID_ARGUMENT);
+    CHECK_CONTAINS(mpt_last_error(m.ctx)->message, "classes must be 1 .. 2^30");
     machine_close(&m);
 }
 
@@ -1772,6 +1817,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(fill_and_copy),
     MPT_TEST_CASE(every_entry_of_the_table_is_there),
     MPT_TEST_CASE(bad_arguments_are_refused),
+    MPT_TEST_CASE(workspaces_that_no_memory_holds_are_refused),
     MPT_TEST_CASE(opening_chooses_a_family),
 };
 

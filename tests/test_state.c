@@ -101,7 +101,7 @@ static void check_goes_on(mpt_optimizer_kind kind, mpt_precision precision, int 
     part = run_open(d, 3);
     run_steps(&part, 2); /* whatever it was before */
     CHECK_OK(part.r.ctx, mpt_trainer_load(part.r.trainer, part.loader, NULL, path));
-    CHECK_EQ_INT(mpt_trainer_steps(part.r.trainer), first);
+    CHECK_EQ_INT(mpt_trainer_get_info(part.r.trainer).steps, first);
     run_steps(&part, 11 - first);
     check_same_counters(part.r.trainer, whole.r.trainer);
     if (whole.r.trainer->scaler.desc.mode == MPT_LOSS_SCALE_DYNAMIC)
@@ -528,7 +528,7 @@ MPT_TEST(what_is_exported_comes_back) {
         CHECK_EQ_STR(imported.hex, exported.hex);
         CHECK_OK(r.ctx, mpt_predict(r.trainer, &b, after)); /* the 16-bit copy has followed */
         CHECK_EQ_MEM(after, before, sizeof before);
-        CHECK_EQ_INT(mpt_trainer_steps(r.trainer), 0);
+        CHECK_EQ_INT(mpt_trainer_get_info(r.trainer).steps, 0);
         rig_close(&r);
         pictures_free(&p);
     }

@@ -186,7 +186,7 @@ static void check_batch_refused(rig *r, const mpt_batch *b, mpt_result expected,
     mpt_step_report report;
     CHECK_RESULT(r->ctx, mpt_trainer_step(r->trainer, b, &report), expected);
     CHECK_CONTAINS(mpt_last_error(r->ctx)->message, says);
-    CHECK_EQ_INT(mpt_trainer_steps(r->trainer), 0);
+    CHECK_EQ_INT(mpt_trainer_get_info(r->trainer).steps, 0);
     snapshot_check(&before, r->trainer);
 }
 
@@ -265,7 +265,7 @@ MPT_TEST(a_step_of_nothing_is_refused) {
     CHECK_EQ_INT(mpt_trainer_step(NULL, &b, &report), MPT_ERR_INVALID_ARGUMENT);
     CHECK_EQ_INT(mpt_trainer_step(r.trainer, NULL, &report), MPT_ERR_INVALID_ARGUMENT);
     CHECK_EQ_INT(mpt_trainer_step(r.trainer, &b, NULL), MPT_ERR_INVALID_ARGUMENT);
-    CHECK_EQ_INT(mpt_trainer_steps(NULL), 0);
+    CHECK_EQ_INT(mpt_trainer_get_info(NULL).steps, 0);
     mpt_trainer_destroy(NULL);
     pictures_free(&p);
     rig_close(&r);
@@ -296,7 +296,7 @@ MPT_TEST(reports_tell_what_happened) {
         CHECK_NEAR(report.learning_rate, 0.1 * i, 1e-6); /* O-43: warm-up ends at the full rate */
         CHECK_NEAR(report.loss_scale, 1, 0);
         CHECK(report.grad_norm > 0 && report.seconds >= 0 && !report.skipped);
-        CHECK_EQ_INT(mpt_trainer_steps(r.trainer), i);
+        CHECK_EQ_INT(mpt_trainer_get_info(r.trainer).steps, i);
         CHECK_OK(r.ctx, mpt_trainer_sync(r.trainer, &again));
         CHECK_EQ_MEM(&again, &report, sizeof report);
     }

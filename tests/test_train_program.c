@@ -239,6 +239,7 @@ MPT_TEST(names_of_options_are_those_of_the_scripts_that_people_know) {
 MPT_TEST(all_optimizers_schedules_and_precisions_run) {
     static const char *const optimizers[] = {"sgd",  "sgd --nesterov", "sgd --momentum 0",
                                              "adam", "adamw",          "lars"};
+    static const char *const momenta[] = {"0.9", "0.9", "0.0", "null", "null", "0.9"};
     static const char *const schedules[] = {"cosine", "step", "poly", "onecycle", "constant"};
     static const char *const precisions[] = {"--precision fp32",
                                              "--precision fp16",
@@ -255,6 +256,7 @@ MPT_TEST(all_optimizers_schedules_and_precisions_run) {
     for (i = 0; i < sizeof optimizers / sizeof optimizers[0]; i++) {
         CHECK_RUNS(MLP "--epochs 1 --steps 2 --optimizer %s --report r.json", optimizers[i]);
         CHECK_EQ_STR(report_value("r.json", "steps"), "2");
+        CHECK_EQ_STR(report_value("r.json", "momentum"), momenta[i]);
     }
     for (i = 0; i < sizeof schedules / sizeof schedules[0]; i++) {
         CHECK_RUNS(MLP "--epochs 2 --warmup-epochs 0.5 --schedule %s --report r%d.json",
@@ -276,8 +278,13 @@ MPT_TEST(the_linear_scaling_rule_is_applied_and_told) {
 
 /* ---- what the data say ----------------------------------------------------------------------- */
 MPT_TEST(size_channels_and_classes_are_found_in_the_data) {
+    char tfds[4096];
+
     fresh_data();
-    CHECK_RUNS(MLP "--epochs 1 --steps 1 --report r.json");
+    CHECK_RUNS(MLP "--epochs 1 --steps 1 --mean 0.4 --precision fp16 --report r.json");
+    CHECK_EQ_STR(report_value("r.json", "mean"), "\"0.4,0.4,0.4\"");
+    CHECK_EQ_STR(report_value("r.json", "opt-level"), "\"O2\"");
+    CHECK_EQ_STR(report_value("r.json", "keep-batchnorm-fp32"), "\"True\"");
     CHECK_EQ_STR(report_value("r.json", "image-size"), "12");
     CHECK_EQ_STR(report_value("r.json", "channels"), "3");
     CHECK_EQ_STR(report_value("r.json", "num-classes"), "4");
@@ -295,8 +302,8 @@ MPT_TEST(size_channels_and_classes_are_found_in_the_data) {
     CHECK_EQ_STR(report_value("r.json", "train-records"), "60");
     CHECK_RUNS("$D/train --data 'train-0000[01]*' -a mlp --epochs 1 --report r.json");
     CHECK_EQ_STR(report_value("r.json", "train-records"), "40");
-    CHECK_RUNS("cp '%s' tfds && $D/train --data tfds -a mlp --epochs 1 --report r.json",
-               realpath(mpt_test_data("tfds-00000-of-00001.tfrecord"), NULL));
+    CHECK(realpath(mpt_test_data("tfds-00000-of-00001.tfrecord"), tfds) != NULL);
+    CHECK_RUNS("cp '%s' tfds && $D/train --data tfds -a mlp --epochs 1 --report r.json", tfds);
     CHECK_EQ_STR(report_value("r.json", "label-key"), "\"label\"");
     CHECK_EQ_STR(report_value("r.json", "label-offset"), "\"0\"");
 }
@@ -317,6 +324,7 @@ MPT_TEST(what_can_fail_before_the_first_step_does) {
     } cases[] = {
         {"--report no/r.json", "--report: no/r.json"},
         {"--report .", "--report: .: it is a directory"},
+        {"--report t.pipe", "--report: t.pipe: it is a device or a pipe"},
         {"--export no/w.safetensors", "--export: no/w.safetensors"},
         {"--checkpoint-dir train-00000-of-00003/c", "--checkpoint-dir"},
         {"--checkpoint-dir train-00000-of-00003", "is no directory"},
@@ -331,11 +339,14 @@ MPT_TEST(what_can_fail_before_the_first_step_does) {
     size_t i;
 
     fresh_data();
+    CHECK_RUNS("mkfifo t.pipe");
     for (i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         CHECK_FAILS(1, cases[i].needle, MLP "%s", cases[i].options);
         CHECK_EQ_INT(times_printed("  step "), 0);
     }
     CHECK_FAILS(1, "nothere", "$D/train --data nothere -a mlp");
+    CHECK_FAILS(1, "a pipe or device can't be read again",
+                "mkfifo ten; head -c 5000 train-00000-of-00003 >ten & $D/train --data ten -a mlp");
     CHECK_RUNS("ls | grep -v -e '^t' || true");
     CHECK_EQ_STR(run_out, ""); /* nor is anything left of the attempts */
 }
@@ -656,11 +667,22 @@ MPT_TEST(a_full_disk_costs_a_checkpoint_and_not_the_run) { /* O-48 */
 /* ---- signals --------------------------------------------------------------------------------- */
 /* Starts a run that would take hours, waits for its checkpoint of step 2, signals, waits. */
 static int signalled(const char *name) {
-    return run(LENET "--epochs 100000 --checkpoint-dir c --checkpoint-every-steps 2 --keep 1000000 "
-                     "--report s.json & p=$!; "
-                     "while [ ! -e c/checkpoint-000000002.safetensors ]; do sleep 0.02; done; "
-                     "kill -%s $p; wait $p",
-               name);
+    return run(
+        LENET
+        "--epochs 100000 --checkpoint-dir c --checkpoint-every-steps 2 --keep 1000000 "
+        "--report s.json & p=$!; "
+        "while kill -0 $p && [ ! -e c/checkpoint-000000002.safetensors ]; do sleep 0.02; done; "
+        "kill -%s $p; wait $p",
+        name);
+}
+
+static void check_goes_on_after(int steps) {
+    CHECK_RUNS("ls c/checkpoint-%09d.safetensors", steps);
+    CHECK_RUNS(LENET "--epochs 100000 --checkpoint-dir c --steps %d --report a.json", steps + 10);
+    CHECK_CONTAINS(run_out, "resumed: ");
+    CHECK_RUNS(LENET "--epochs 100000 --steps %d --report b.json", steps + 10);
+    CHECK_SAME("a.json", "b.json", "weights_sha256");
+    CHECK_SAME("a.json", "b.json", "val_loss");
 }
 
 MPT_TEST(a_signal_ends_the_run_after_the_step_with_a_checkpoint) {
@@ -675,12 +697,23 @@ MPT_TEST(a_signal_ends_the_run_after_the_step_with_a_checkpoint) {
     steps = (int)report_number("s.json", "steps");
     CHECK(steps >= 2);
     CHECK_EQ_STR(report_value("s.json", "val_count"), steps < 8 ? "0" : "25");
-    CHECK_RUNS("ls c/checkpoint-%09d.safetensors", steps);
-    CHECK_RUNS(LENET "--epochs 100000 --checkpoint-dir c --steps %d --report a.json", steps + 10);
-    CHECK_CONTAINS(run_out, "resumed: ");
-    CHECK_RUNS(LENET "--epochs 100000 --steps %d --report b.json", steps + 10);
-    CHECK_SAME("a.json", "b.json", "weights_sha256");
-    CHECK_SAME("a.json", "b.json", "val_loss");
+    check_goes_on_after(steps);
+}
+
+MPT_TEST(a_killed_run_goes_on_from_its_last_whole_checkpoint) { /* O-47 */
+    const char *newest;
+    int i;
+
+    for (i = 0; i < (mpt_test_full() ? 20 : 2); i++) {
+        fresh_data();
+        CHECK_EQ_INT(signalled("KILL"), 137);
+        CHECK_RUNS("ls c | grep -v tmp | tail -n 1");
+        newest = strchr(run_out, '-');
+        CHECK(newest != NULL);
+        check_goes_on_after(atoi(newest + 1));
+        CHECK_RUNS("ls c | grep tmp || true");
+        CHECK_EQ_STR(run_out, "");
+    }
 }
 
 static const mpt_test_case tests[] = {
@@ -707,6 +740,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(a_damaged_checkpoint_is_told_and_the_one_before_is_taken),
     MPT_TEST_CASE(a_full_disk_costs_a_checkpoint_and_not_the_run),
     MPT_TEST_CASE(a_signal_ends_the_run_after_the_step_with_a_checkpoint),
+    MPT_TEST_CASE(a_killed_run_goes_on_from_its_last_whole_checkpoint),
 };
 
 int main(int argc, char **argv) {

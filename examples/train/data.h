@@ -53,20 +53,18 @@ static bool data_is_companion(const char *path) {
 typedef struct data_facts { /* what the records say; zero: not known */
     char image_key[128], label_key[128];
     int label_offset, num_files;
-    int64_t num_records;
     mpt_image_info picture; /* the first that can be read */
     int64_t largest_label;  /* as stored; -1: not known */
     int64_t num_names;      /* lines of the file of class names */
     char names_path[1024];
 } data_facts;
 
-static int data_parse_offset(const train_options *o, mpt_loader_desc *d) {
+static void data_set_offset(const train_options *o, mpt_loader_desc *d) {
     int64_t offset = 0;
 
-    if (!strcmp(o->label_offset, "auto") || !cli_int_from_text(o->label_offset, &offset)) return 0;
+    d->label_offset_is_set = strcmp(o->label_offset, "auto") != 0 &&
+                             cli_int_from_text(o->label_offset, &offset);
     d->label_offset = (int)offset;
-    d->label_offset_is_set = 1;
-    return 1;
 }
 
 /* A loader that is made to learn keys, files and counts from; it delivers nothing. */
@@ -85,7 +83,7 @@ static mpt_result data_probe_loader(mpt_ctx *ctx, const train_options *o, const 
     d.num_classes = INT32_MAX;
     d.image_key = o->image_key;
     d.label_key = o->label_key;
-    data_parse_offset(o, &d);
+    data_set_offset(o, &d);
     if (o->skip_bad_records > 0) d.on_bad_record = MPT_BAD_RECORD_SKIP;
     rc = mpt_loader_create(ctx, &d, &loader);
     if (rc == MPT_OK) {
@@ -94,7 +92,6 @@ static mpt_result data_probe_loader(mpt_ctx *ctx, const train_options *o, const 
         snprintf(facts->label_key, sizeof facts->label_key, "%s", info.label_key);
         facts->label_offset = info.label_offset;
         facts->num_files = info.num_files;
-        facts->num_records = info.num_records;
     }
     mpt_loader_destroy(loader);
     return rc;
@@ -134,9 +131,7 @@ static void data_probe_file(mpt_ctx *ctx, const char *path, int64_t limit, data_
 }
 
 /* ---- class names ----------------------------------------------------------------------------- */
-/* The number of class names beside the file: PREFIX-classes.txt, as `tfrecord from-...` writes it,
-   or label.labels.txt, as TFDS does. */
-static int64_t data_count_lines(const char *path) {
+static int64_t data_count_lines(const char *path) { /* those that are not empty; 0: no file */
     FILE *f = fopen(path, "rb");
     int64_t lines = 0;
     int c, last = '\n';
@@ -150,6 +145,8 @@ static int64_t data_count_lines(const char *path) {
     return lines;
 }
 
+/* Class names beside a file of records: PREFIX-classes.txt, as `tfrecord from-...` writes it, or
+   label.labels.txt, as TFDS does. */
 static void data_find_names(const char *path, data_facts *facts) {
     const char *slash = strrchr(path, '/'), *of = strstr(slash ? slash : path, "-of-");
     int folder = slash ? (int)(slash - path + 1) : 0;
@@ -291,14 +288,17 @@ static void data_resolve_augment(train_log *log, train_options *o) {
              o->arch, (long long)o->channels, cli_plural(o->channels, "s"));
 }
 
-/* One text to three values; a single number counts for all channels. */
-static int data_spread(const train_options *o, const char *option, const char *text,
-                       float values[3]) {
-    int n = options_numbers(text, -8, 8, values);
+/* A text to a value for each channel; a single number counts for all, and is written out. */
+static int data_spread(const train_options *o, const char *option, const char **text,
+                       float values[3], char written[OPTIONS_TEXT]) {
+    int n = options_numbers(*text, -8, 8, values);
 
     if (n == 3 && o->channels == 1)
-        return options_usage("--%s: '%s' has three numbers, but pictures are gray", option, text);
-    if (n == 1) values[1] = values[2] = values[0];
+        return options_usage("--%s: '%s' has three numbers, but pictures are gray", option, *text);
+    if (n == 3 || o->channels == 1) return CLI_RUN;
+    values[1] = values[2] = values[0];
+    snprintf(written, OPTIONS_TEXT, "%s,%s,%s", *text, *text, *text);
+    *text = written;
     return CLI_RUN;
 }
 
@@ -311,8 +311,9 @@ static int data_resolve_pixels(train_log *log, train_options *o) {
     if (chosen)
         log_note(log, "pixels: mean %s, std %s%s", o->mean, o->std,
                  o->channels == 3 ? " (ImageNet's)" : "");
-    code = data_spread(o, "mean", o->mean, o->mean_values);
-    return code == CLI_RUN ? data_spread(o, "std", o->std, o->std_values) : code;
+    code = data_spread(o, "mean", &o->mean, o->mean_values, o->texts[2]);
+    if (code == CLI_RUN) code = data_spread(o, "std", &o->std, o->std_values, o->texts[3]);
+    return code;
 }
 
 /* Fills in what the command line left open. CLI_RUN, or the exit code. */
@@ -320,7 +321,7 @@ static int data_resolve(mpt_ctx *ctx, train_log *log, train_options *o) {
     bool needs_labels = o->num_classes == 0;
     bool needs_picture = !data_is_large_network(o) && (!o->image_size || !o->channels);
     data_facts facts, more;
-    int code = CLI_RUN;
+    int code;
 
     memset(&facts, 0, sizeof facts);
     if (needs_labels || needs_picture || o->export_path) {
@@ -339,7 +340,7 @@ static int data_resolve(mpt_ctx *ctx, train_log *log, train_options *o) {
     }
     data_resolve_size(log, o, &facts);
     data_resolve_channels(log, o, &facts);
-    if (code == CLI_RUN) code = data_resolve_classes(log, o, &facts);
+    code = data_resolve_classes(log, o, &facts);
     if (facts.num_names == o->num_classes)
         snprintf(o->names_path, sizeof o->names_path, "%s", facts.names_path);
     data_resolve_augment(log, o);
@@ -361,7 +362,7 @@ static mpt_loader_desc data_desc(const train_options *o, const cli_list *paths,
     d.num_classes = (int)o->num_classes;
     d.image_key = o->image_key;
     d.label_key = o->label_key;
-    data_parse_offset(o, &d);
+    data_set_offset(o, &d);
     d.num_workers = (int)o->workers;
     /* the network's own storage: half the bytes to move, and the same numbers */
     if (precision == MPT_PRECISION_FP16 || precision == MPT_PRECISION_FP16_PURE) d.dtype = MPT_F16;

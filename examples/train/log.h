@@ -52,13 +52,15 @@ static double log_plain_nan(double value) { /* some would be printed as "-nan" *
 /* One line that a person reads. */
 __attribute__((format(printf, 2, 3))) static void log_note(train_log *log, const char *format,
                                                            ...) {
-    char text[1024];
+    char text[1024], *p;
     va_list args;
 
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     log_clear(log);
+    for (p = text; *p; p++) /* file names may hold what a terminal obeys */
+        if ((unsigned char)*p < 0x20 || *p == 0x7f) *p = '?';
     if (!log->json) puts(text);
     else {
         fputs("{\"event\": \"note\", \"text\": ", stdout);

@@ -9,7 +9,7 @@
 #define TRAIN_NAME "train"
 #define TRAIN_VERSION "train " MPT_VERSION_STRING
 
-enum { TRAIN_MAX_OPTIONS = 72 };
+enum { TRAIN_MAX_OPTIONS = 72, OPTIONS_TEXT = 120 };
 
 /* Where zero (or -1, or NULL) means "not given", the program chooses, writes its choice here, and
    says so: after options_resolve and data_resolve all fields hold what really runs. */
@@ -47,8 +47,8 @@ typedef struct train_options {
     float mean_values[3], std_values[3];
     float fixed_scale; /* of the loss; 0: dynamic */
     bool has_loss_scale;
-    char texts[4][96];     /* what resolved texts point to */
-    char names_path[1024]; /* file of class names beside the data; "": none */
+    char texts[4][OPTIONS_TEXT]; /* what resolved texts point to */
+    char names_path[1024];       /* file of class names beside the data; "": none */
 
     cli_option table[TRAIN_MAX_OPTIONS];
     int count;
@@ -61,9 +61,11 @@ enum { LOG_AUTO = 0, LOG_TEXT, LOG_JSON };
 #define TRAIN_NETWORKS "lenet|mlp|resnet20|resnet32|resnet56|resnet18|resnet34|resnet50"
 
 static void options_set_defaults(train_options *o) {
+    int64_t cores = (int64_t)sysconf(_SC_NPROCESSORS_ONLN);
+
     memset(o, 0, sizeof *o);
     o->augment = o->precision = o->opt_level = o->keep_batchnorm = -1;
-    o->workers = o->threads = (int64_t)sysconf(_SC_NPROCESSORS_ONLN);
+    o->workers = o->threads = cores < 1 ? 1 : cores > 1024 ? 1024 : cores;
     o->shuffle_buffer = 1024;
     o->label_offset = "auto";
     o->arch = "resnet18";
