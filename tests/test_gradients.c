@@ -1,5 +1,6 @@
-/* test_gradients.c - >>layers, >>train: the gradient that mpt_trainer_accumulate leaves, of every kind
-   of layer and of whole graphs, against double precision, which is held against finite differences */
+/* test_gradients.c - >>layers, >>train: the gradient that mpt_trainer_accumulate leaves, of every
+   kind of layer and of whole graphs, against double precision, which is held against finite
+   differences */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
 
@@ -331,7 +332,7 @@ MPT_TEST(random_graphs_against_double_precision) {
     }
 }
 
-/* Gradients share places. With a place for each of its own, and NaN in all before, the same bits. */
+/* Gradients share places. With a place of its own for each, NaN in all before, the same bits. */
 static void give_each_gradient_a_place(mpt_trainer *t) {
     mpti_layout *l = &t->net.layout;
     mpt_arena_desc d;

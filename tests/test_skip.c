@@ -1,5 +1,5 @@
-/* test_skip.c - >>scaler, >>train: steps whose gradients are not finite change nothing, are counted,
-   and can be explained; what 16-bit weights lose and masters keep
+/* test_skip.c - >>scaler, >>train: steps whose gradients are not finite change nothing, are
+   counted, and can be explained; what 16-bit weights lose and masters keep
    Cases O-30 to O-36 and O-41, through whole steps of a trainer */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
@@ -508,7 +508,7 @@ MPT_TEST(autopsy_names_the_layer_of_a_bad_weight) {
     bench_close(&b);
 }
 
-/* A scale that is too large: the autopsy's largest_scale fits, and the next power of two doesn't. */
+/* A scale that is too large: the autopsy's largest_scale fits, the next power of two doesn't. */
 MPT_TEST(autopsy_tells_the_largest_scale_that_fits) {
     rig_desc d = desc_of(small_net, MPT_PRECISION_FP16);
     mpt_overflow o;

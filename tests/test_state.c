@@ -1,5 +1,5 @@
-/* test_state.c - >>state: checkpoints go on bit for bit, damaged ones are refused and change nothing;
-   export and import; and every allocation on the way may fail
+/* test_state.c - >>state: checkpoints go on bit for bit, damaged ones are refused and change
+   nothing; export and import; and every allocation on the way may fail
    Cases O-47 (flipped bytes, cut files), O-49 */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
@@ -146,7 +146,7 @@ MPT_TEST(the_same_state_gives_the_same_file) {
     pictures_free(&p);
 }
 
-/* ---- what is refused -------------------------------------------------------------------------- */
+/* ---- what is refused ------------------------------------------------------------------------- */
 
 /* The trainer and the loader are as they were. */
 static void check_load_refused(run *x, mpt_loader *data, const char *path, mpt_result expected,
@@ -355,7 +355,7 @@ MPT_TEST(no_flipped_byte_and_no_cut_is_accepted) {
     pictures_free(&p);
 }
 
-/* ---- hostile checkpoints: checksums are right, numbers are not -------------------------------- */
+/* ---- hostile checkpoints: checksums are right, numbers are not ------------------------------- */
 
 /* Copies a checkpoint with other counters; drop: the tensor left out. */
 static void forge(mpt_ctx *ctx, const char *from, const char *to, int counter, int64_t value,
@@ -667,7 +667,7 @@ MPT_TEST(each_error_is_logged_once) {
 
 /* ---- no memory ------------------------------------------------------------------------------- */
 
-/* All that a program does, each call once; returns the result of the first that fails, and which. */
+/* All that a program does. Returns the result of the first call that fails, which is *where. */
 static mpt_result whole_life(const rig_desc *d, rig *r, mpt_loader **loader, const arrays *a,
                              const char **where) {
     mpt_loader_desc ld = arrays_desc(d, a, 1);

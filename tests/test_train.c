@@ -398,7 +398,7 @@ MPT_TEST(accumulation_is_one_large_batch) {
     pictures_free(&p);
 }
 
-/* Two of four lanes only, and lanes that aren't full: the mean is over the records that are there. */
+/* Lanes that aren't full, and four lanes of 32: the mean is over the records that are there. */
 MPT_TEST(a_partial_window_divides_by_its_true_count) {
     static const int32_t valid[4] = {8, 3, 0, 1};
     rig_desc d = rig_small(plain_net, 12), w;
