@@ -161,7 +161,7 @@ static int train_prepare(train_run *r) {
 /* What a run leaves, also one that a signal ended: `code` is what came of it so far. */
 static int train_finish(train_run *r, int code) {
     char hash[65], time[24];
-    int64_t steps = mpt_trainer_steps(r->trainer);
+    int64_t steps = mpt_trainer_get_info(r->trainer).steps;
     bool ok = !r->unsaved;
 
     if (mpt_trainer_sha256(r->trainer, hash)) return log_fail_call(&r->log, r->ctx);
