@@ -293,8 +293,8 @@ MPT_TEST(what_train_exports_needs_no_options) {
         CHECK_RUNS("$P -w w.safetensors 0.bmp");
         CHECK_CONTAINS(run_out, "gnu ");
     }
-    CHECK_RUNS(
-        "$P -w w.safetensors --arch resnet20 --data data@1 >/dev/null; test $? = 1"); /* options win */
+    /* options win */
+    CHECK_RUNS("$P -w w.safetensors --arch resnet20 --data data@1 >/dev/null; test $? = 1");
 }
 
 MPT_TEST(metadata_that_can_not_be) {
