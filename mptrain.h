@@ -9134,7 +9134,7 @@ static size_t mpti_conv2d_define_bytes(const mpt_conv2d_args *a, mpti_direction 
    dgrad is the same with dy for x and a turned filter. With a stride, the pixels of dx fall into
    stride * stride phases by what is left of (h + padding, w + padding) / stride; each meets only
    every stride-th tap, and is a convolution of step 1 of its own. Each output number is a sum in
-   the order r, s, c, in pieces that the filter alone decides on: no choice of band changes a bit. */
+   the order r, s, c, in pieces that follow from the filter: no choice of band changes a bit. */
 enum {
     MPTI_CONV_CHUNKS = 32,        /* each has scratch of its own */
     MPTI_BAND_FLOATS = 32 * 1024, /* of a staged band and its results: half of a 256 KiB L2 cache */
