@@ -628,7 +628,49 @@ MPT_TEST(imports_that_do_not_fit_are_refused_by_tensor) {
     rig_close(&r);
 }
 
-/* ---- errors are logged once ------------------------------------------------------------------ */
+/* ---- what is logged -------------------------------------------------------------------------- */
+typedef struct warnings {
+    int count;
+    char last[512];
+} warnings;
+
+static void keep_warning(int level, const char *message, void *user) {
+    warnings *w = (warnings *)user;
+    if (level != MPT_LOG_WARNING) return;
+    w->count++;
+    snprintf(w->last, sizeof w->last, "%s", message);
+}
+
+/* Another batch size or schedule is the caller's right, and often a slip. */
+MPT_TEST(another_batch_or_schedule_is_warned_of) {
+    static const int changes[][3] = {{4, 1, 100}, {2, 2, 100}, {4, 2, 100}, {4, 1, 90}, {8, 1, 50}};
+    static const int expected[] = {0, 0, 1, 1, 2};
+    static const char *const says[] = {"", "", "4 records a step, this run takes 8",
+                                       "ran to step 100, this one runs to 90", "50"};
+    rig_desc d = tiny_desc();
+    warnings w;
+    rig r;
+    int i;
+    d.trainer.total_steps = 100;
+    d.trainer.schedule.kind = MPT_SCHEDULE_COSINE;
+    r = rig_open(&d);
+    CHECK_OK(r.ctx, mpt_trainer_save(r.trainer, NULL, NULL, mpt_test_tmpfile("warned.state")));
+    rig_close(&r);
+    for (i = 0; i < COUNT(changes); i++) {
+        d.batch_size = changes[i][0];
+        d.trainer.accumulate_steps = changes[i][1];
+        d.trainer.total_steps = changes[i][2];
+        r = rig_open(&d);
+        memset(&w, 0, sizeof w);
+        r.ctx->desc.logger.log = keep_warning;
+        r.ctx->desc.logger.user = &w;
+        CHECK_OK(r.ctx, mpt_trainer_load(r.trainer, NULL, NULL, mpt_test_tmpfile("warned.state")));
+        CHECK_EQ_INT(w.count, expected[i]);
+        CHECK_CONTAINS(w.last, says[i]);
+        rig_close(&r);
+    }
+}
+
 static void count_line(int level, const char *message, void *user) {
     if (level == MPT_LOG_ERROR && message[0]) ++*(int *)user;
 }
@@ -791,6 +833,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(exports_have_the_layout_of_pytorch),
     MPT_TEST_CASE(what_is_exported_comes_back),
     MPT_TEST_CASE(imports_that_do_not_fit_are_refused_by_tensor),
+    MPT_TEST_CASE(another_batch_or_schedule_is_warned_of),
     MPT_TEST_CASE(each_error_is_logged_once),
     MPT_TEST_CASE(every_allocation_may_fail),
     MPT_TEST_CASE(after_a_failure_the_trainer_goes_on),

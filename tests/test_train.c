@@ -90,6 +90,59 @@ MPT_TEST(wrong_descs_are_refused_by_field) {
     check_refused(&d, "keep_batchnorm_fp32");
 }
 
+MPT_TEST(info_tells_what_runs) {
+    static const char *const families[] = {"definition", "plain", "avx2"};
+    int i;
+    for (i = 0; i < COUNT(families); i++) {
+        rig_desc d = rig_small(small_net, 4);
+        pictures p = pictures_make(&d, 4, 1);
+        mpt_batch b = pictures_batch(&p, 0, 4);
+        mpt_trainer_info info;
+        rig r;
+        d.family = families[i];
+        d.trainer.precision = MPT_PRECISION_FP16;
+        d.trainer.loss_scaler.init_scale = 32;
+        r = rig_open(&d);
+        if (r.trainer) {
+            step_of(r.trainer, &b);
+            p.x[0] = mpti_f32_from_bits(0x7fc00000);
+            step_of(r.trainer, &b);
+            info = mpt_trainer_get_info(r.trainer);
+            CHECK(info.steps == 2 && info.applied_steps == 1 && info.loss_scale == 16);
+            CHECK_EQ_STR(info.backend, "cpu");
+            CHECK_EQ_STR(info.kernels, families[i]);
+            rig_close(&r);
+        }
+        pictures_free(&p);
+    }
+}
+
+/* One number a picture, one class, one record. */
+static int smallest_net(mpt_model *m) {
+    return mpt_dense(m, mpt_batchnorm(m, MPT_INPUT, NULL), 1);
+}
+
+MPT_TEST(the_smallest_of_everything) {
+    int precision;
+    for (precision = MPT_PRECISION_FP32; precision <= MPT_PRECISION_BF16; precision++) {
+        rig_desc d = rig_small(smallest_net, 1);
+        pictures p;
+        mpt_batch b;
+        mpt_step_report report;
+        rig r;
+        d.height = d.width = d.channels = d.classes = 1;
+        d.trainer.precision = (mpt_precision)precision;
+        p = pictures_make(&d, 1, 1);
+        b = pictures_batch(&p, 0, 1);
+        r = rig_open(&d);
+        report = step_of(r.trainer, &b);
+        CHECK(!report.skipped && report.loss == 0 && report.grad_norm == 0);
+        CHECK(report.num_correct == 1 && report.num_correct_top5 == 1);
+        rig_close(&r);
+        pictures_free(&p);
+    }
+}
+
 /* ---- initial weights ------------------------------------------------------------------------- */
 static int wide_net(mpt_model *m) {
     mpt_batchnorm_desc zero_gamma = {0, 0, 1};
@@ -844,6 +897,8 @@ MPT_TEST(the_plan_is_what_is_allocated_and_steps_allocate_nothing) {
 static const mpt_test_case tests[] = {
     MPT_TEST_CASE(defaults_are_resolved),
     MPT_TEST_CASE(wrong_descs_are_refused_by_field),
+    MPT_TEST_CASE(info_tells_what_runs),
+    MPT_TEST_CASE(the_smallest_of_everything),
     MPT_TEST_CASE(initial_weights_have_the_promised_distributions),
     MPT_TEST_CASE(seeds_decide_initial_weights),
     MPT_TEST_CASE(hash_is_of_parameters_then_statistics),
