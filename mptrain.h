@@ -3116,6 +3116,11 @@ static mpt_result mpti_output_open(const mpt_allocator *allocator, const mpt_io 
     o->buffer = (uint8_t *)mpti_alloc(allocator, MPTI_OUTPUT_BUFFER);
     if (io == mpt_io_files() && stat(path, &status) == 0 && S_ISDIR(status.st_mode))
         rc = mpti_io_fail(err, MPT_ERR_IO, EISDIR, path, "write it", io, NULL); /* not at the end */
+    else if (io == mpt_io_files() && stat(path, &status) == 0 && !S_ISREG(status.st_mode))
+        rc = MPTI_FAIL(err, MPT_ERR_IO,
+                       "%s: it is a device or a pipe, which the finished file would replace; name "
+                       "a file",
+                       mpti_path_tail(path));
     else if (o->path && o->temporary && o->buffer) rc = mpti_output_create(o, err);
     else
         rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory to write it",
