@@ -351,6 +351,24 @@ MPT_TEST(what_can_fail_before_the_first_step_does) {
     CHECK_EQ_STR(run_out, ""); /* nor is anything left of the attempts */
 }
 
+MPT_TEST(a_device_or_pipe_is_not_replaced_by_a_report) {
+    fresh_data();
+    CHECK_RUNS("mkfifo pipe pipe.safetensors");
+    CHECK_FAILS(1, "--report: pipe: it is a device or a pipe", MLP "--report pipe");
+    CHECK_FAILS(1, "--export: pipe.safetensors: it is a device or a pipe",
+                MLP "--export pipe.safetensors");
+    CHECK_RUNS("test -p pipe && test -p pipe.safetensors");
+}
+
+/* In a container a process often has the number of the one before it, which was killed. */
+MPT_TEST(what_a_killed_process_of_the_same_number_left_is_in_nobodys_way) {
+    fresh_data();
+    CHECK_RUNS("sh -c 'echo x >r.json.tmp-$$; exec " MLP "--steps 1 --report r.json'");
+    CHECK_EQ_STR(report_value("r.json", "steps"), "1");
+    CHECK_RUNS("ls | grep tmp || true");
+    CHECK_EQ_STR(run_out, "");
+}
+
 MPT_TEST(damaged_records_stop_the_run_or_are_left_out_up_to_a_limit) {
     fresh_data();
     flip_bit("train-00001-of-00003", 300);
@@ -725,6 +743,8 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(size_channels_and_classes_are_found_in_the_data),
     MPT_TEST_CASE(a_label_that_only_the_validation_set_has_counts_as_a_class),
     MPT_TEST_CASE(what_can_fail_before_the_first_step_does),
+    MPT_TEST_CASE(a_device_or_pipe_is_not_replaced_by_a_report),
+    MPT_TEST_CASE(what_a_killed_process_of_the_same_number_left_is_in_nobodys_way),
     MPT_TEST_CASE(damaged_records_stop_the_run_or_are_left_out_up_to_a_limit),
     MPT_TEST_CASE(a_network_can_be_described_in_a_file),
     MPT_TEST_CASE(a_mistake_in_a_description_is_told_with_file_and_line),
