@@ -8920,8 +8920,7 @@ static void mpti_tree_sum_f32(float *parts, size_t stride, int64_t num_parts, si
     for (step = 1; step < num_parts; step *= 2) {
         for (i = 0; i + step < num_parts; i += 2 * step) {
             float *to = parts + (size_t)i * stride;
-            const float *from = to + (size_t)step * stride;
-            for (e = begin; e < end; e++) to[e] += from[e];
+            for (e = begin; e < end; e++) to[e] += to[(size_t)step * stride + e];
         }
     }
 }
@@ -10162,7 +10161,7 @@ static void mpti_pool_range(const mpti_cpu *cpu, const void *user, mpti_range r)
     }
 }
 
-enum { MPTI_ROW_CHUNKS = 64 };
+enum { MPTI_ROW_CHUNKS = 64, MPTI_SOFTMAX_CHUNKS = 32 };
 typedef enum { MPTI_POOL_MAX, MPTI_POOL_AVG, MPTI_POOL_GLOBAL } mpti_pool_kind;
 
 static mpt_result mpti_pool_run(void *self, const mpt_pool2d_args *a, const char *op,
@@ -10358,7 +10357,7 @@ static void mpti_softmax_outputs(const mpti_cpu *cpu, const mpt_softmax_xent_arg
                                  int label, const mpti_softmax_row *r) {
     const double even = (double)a->label_smoothing / a->classes;
     const double peak = 1.0 - (double)a->label_smoothing;
-    float buffer[MPTI_SPAN], probabilities[MPTI_SPAN], gradient[MPTI_SPAN];
+    float buffer[MPTI_SPAN], p[MPTI_SPAN], gradient[MPTI_SPAN];
     int c0, e;
 
     for (c0 = 0; c0 < a->classes; c0 += MPTI_SPAN) {
@@ -10368,11 +10367,10 @@ static void mpti_softmax_outputs(const mpti_cpu *cpu, const mpt_softmax_xent_arg
         for (e = 0; e < width; e++) {
             double probability = mpti_exp((double)z[e] - r->max) / r->sum;
             double target = even + (c0 + e == label ? peak : 0.0);
-            probabilities[e] = (float)probability;
+            p[e] = (float)probability;
             gradient[e] = label < 0 ? 0.0f : (float)((probability - target) * a->grad_scale);
         }
-        if (a->probabilities)
-            mpti_row_store(cpu, MPT_F32, probabilities, a->probabilities, at, width);
+        if (a->probabilities) mpti_row_store(cpu, MPT_F32, p, a->probabilities, at, width);
         if (a->dlogits) mpti_row_store(cpu, a->dtype, gradient, a->dlogits, at, width);
     }
 }
@@ -10401,8 +10399,6 @@ static void mpti_softmax_range(const mpti_cpu *cpu, const void *user, mpti_range
     if (a->probabilities)
         mpti_zero(MPT_F32, a->probabilities, valid * a->classes, range.end * a->classes);
 }
-
-enum { MPTI_SOFTMAX_CHUNKS = 32 };
 
 static size_t mpti_softmax_xent_bytes(void *self, const mpt_softmax_xent_args *a) {
     (void)self;

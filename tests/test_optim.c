@@ -657,7 +657,7 @@ MPT_TEST(schedule_desc_names_the_field) {
     static const int64_t falling[2] = {5, 5};
     mpt_schedule_desc good = schedule_of(MPT_SCHEDULE_COSINE), d;
     CHECK_OK(NULL, mpt_schedule_check(NULL, &good, 10));
-    refuse_schedule("warmup_steps", good, 0);
+    refuse_schedule("total_steps", good, 0);
     d = schedule_of(MPT_SCHEDULE_CONSTANT);
     CHECK_OK(NULL, mpt_schedule_check(NULL, &d, 0));
     d = good, d.warmup_steps = 10, refuse_schedule("warmup_steps", d, 10);
