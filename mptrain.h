@@ -1202,8 +1202,14 @@ MPT_API MPT_CHECKED mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mp
    needs no labels. */
 MPT_API MPT_CHECKED mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch,
                                            float *probabilities);
-MPT_API int64_t
-mpt_trainer_steps(const mpt_trainer *t); /* attempted so far, also before a restart */
+typedef struct mpt_trainer_info {
+    int64_t steps;         /* attempted so far, also before a restart */
+    int64_t applied_steps; /* without the skipped ones */
+    float loss_scale;      /* of the next step */
+    const char *backend;   /* "cpu" */
+    const char *kernels;   /* its family, on which the bits of a run depend: "plain", "avx2" */
+} mpt_trainer_info;
+MPT_API mpt_trainer_info mpt_trainer_get_info(const mpt_trainer *t);
 
 /* SHA-256 of all that was learned, as little-endian FP32: parameters in model order, then running
    mean and running variance of each batch norm. 64 hex digits. */
@@ -1411,6 +1417,7 @@ typedef struct mpt_backend {
     const char *name;
     mpt_result (*open)(mpt_ctx *ctx, int device, void **self);
     void (*close)(void *self);
+    const char *(*kernels)(void *self); /* name of the family of kernels it chose, static text */
 
     size_t (*conv2d_fprop_workspace_bytes)(void *self, const mpt_conv2d_args *a);
     size_t (*conv2d_dgrad_workspace_bytes)(void *self, const mpt_conv2d_args *a);
@@ -1604,6 +1611,9 @@ __attribute__((format(printf, 6, 7))) static mpt_result mpti_fail_at(mpt_error *
     return code;
 }
 #define MPTI_FAIL(err, code, ...) mpti_fail_at(err, __FILE__, __LINE__, code, 0, __VA_ARGS__)
+#define MPTI_DAMAGED(err, ...) MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, __VA_ARGS__)
+#define MPTI_REFUSED(err, ...) MPTI_FAIL(err, MPT_ERR_UNSUPPORTED, __VA_ARGS__)
+#define MPTI_NO_MEMORY(err, ...) MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, __VA_ARGS__)
 #define MPTI_FAIL_ERRNO(err, code, number, ...) \
     mpti_fail_at(err, __FILE__, __LINE__, code, number, __VA_ARGS__)
 
@@ -1768,8 +1778,8 @@ typedef struct mpti_buffer {
     size_t size, capacity;
 } mpti_buffer;
 
-static bool mpti_buffer_reserve(mpti_buffer *b,
-                                size_t more) { /* false: no memory; b is as it was */
+/* false: no memory; b is as it was */
+static bool mpti_buffer_reserve(mpti_buffer *b, size_t more) {
     size_t need, capacity;
     uint8_t *data;
 
@@ -1962,7 +1972,7 @@ static bool mpti_is_nan(float x) {
     return (mpti_f32_bits(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
-/* ---- what a field of a desc may be ------------------------------------------------------------ */
+/* ---- what a field of a desc may be ----------------------------------------------------------- */
 /* In bits, since -ffast-math lets a compiler take every isfinite() for true. */
 static bool mpti_is_finite(float x) {
     return (mpti_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
@@ -2408,84 +2418,38 @@ static int mpti_num_cores(void) {
 #ifdef MPTRAIN_NO_THREADS
 enum { MPTI_HAVE_THREADS = 0 };
 typedef int mpti_mutex, mpti_cond, mpti_thread;
-static bool mpti_mutex_init(mpti_mutex *m) {
-    *m = 0;
-    return true;
-}
-static void mpti_mutex_destroy(mpti_mutex *m) {
-    (void)m;
-}
-static void mpti_mutex_lock(mpti_mutex *m) {
-    (void)m;
-}
-static void mpti_mutex_unlock(mpti_mutex *m) {
-    (void)m;
-}
-static bool mpti_cond_init(mpti_cond *c) {
-    *c = 0;
-    return true;
-}
-static void mpti_cond_destroy(mpti_cond *c) {
-    (void)c;
-}
-static void mpti_cond_wait(mpti_cond *c, mpti_mutex *m) {
-    (void)c;
-    (void)m;
-}
-static void mpti_cond_wake_all(mpti_cond *c) {
-    (void)c;
-}
-static void mpti_cond_wake_one(mpti_cond *c) {
-    (void)c;
-}
-static int mpti_thread_start(mpti_thread *t, void *(*fn)(void *), void *arg) {
-    *t = 0;
-    (void)fn;
-    (void)arg;
-    return ENOSYS;
-}
-static void mpti_thread_join(mpti_thread t) {
-    (void)t;
-}
+#define MPTI_PTHREAD(object, call) ((void)(object))
 #else
 enum { MPTI_HAVE_THREADS = 1 };
 typedef pthread_mutex_t mpti_mutex;
 typedef pthread_cond_t mpti_cond;
 typedef pthread_t mpti_thread;
-static bool mpti_mutex_init(mpti_mutex *m) {
-    return pthread_mutex_init(m, NULL) == 0;
-}
-static void mpti_mutex_destroy(mpti_mutex *m) {
-    pthread_mutex_destroy(m);
-}
-static void mpti_mutex_lock(mpti_mutex *m) {
-    pthread_mutex_lock(m);
-}
-static void mpti_mutex_unlock(mpti_mutex *m) {
-    pthread_mutex_unlock(m);
-}
-static bool mpti_cond_init(mpti_cond *c) {
-    return pthread_cond_init(c, NULL) == 0;
-}
-static void mpti_cond_destroy(mpti_cond *c) {
-    pthread_cond_destroy(c);
-}
-static void mpti_cond_wait(mpti_cond *c, mpti_mutex *m) {
-    pthread_cond_wait(c, m);
-}
-static void mpti_cond_wake_all(mpti_cond *c) {
-    pthread_cond_broadcast(c);
-}
-static void mpti_cond_wake_one(mpti_cond *c) {
-    pthread_cond_signal(c);
-}
-static int mpti_thread_start(mpti_thread *t, void *(*fn)(void *), void *arg) { /* 0 or an errno */
-    return pthread_create(t, NULL, fn, arg);
-}
-static void mpti_thread_join(mpti_thread t) {
-    pthread_join(t, NULL);
-}
+#define MPTI_PTHREAD(object, call) ((void)(call))
 #endif
+
+static void mpti_mutex_init(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_init(m, NULL)); }
+static void mpti_mutex_destroy(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_destroy(m)); }
+static void mpti_mutex_lock(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_lock(m)); }
+static void mpti_mutex_unlock(mpti_mutex *m) { MPTI_PTHREAD(m, pthread_mutex_unlock(m)); }
+static void mpti_cond_init(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_init(c, NULL)); }
+static void mpti_cond_destroy(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_destroy(c)); }
+static void mpti_cond_wake_all(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_broadcast(c)); }
+static void mpti_cond_wake_one(mpti_cond *c) { MPTI_PTHREAD(c, pthread_cond_signal(c)); }
+static void mpti_thread_join(mpti_thread t) { MPTI_PTHREAD(t, pthread_join(t, NULL)); }
+
+static void mpti_cond_wait(mpti_cond *c, mpti_mutex *m) {
+    (void)m;
+    MPTI_PTHREAD(c, pthread_cond_wait(c, m));
+}
+
+static int mpti_thread_start(mpti_thread *t, void *(*fn)(void *), void *arg) { /* 0 or an errno */
+#ifdef MPTRAIN_NO_THREADS
+    (void)t, (void)fn, (void)arg;
+    return ENOSYS;
+#else
+    return pthread_create(t, NULL, fn, arg);
+#endif
+}
 
 /* The threads behind mpt_parallel_for. A job is a range of chunks; threads take the next chunk
    until none is left. The calling thread works too, so a pool of one has no threads at all. */
@@ -2561,7 +2525,7 @@ static mpt_result mpti_pool_create(const mpt_allocator *allocator, int num_threa
     mpti_pool *p = (mpti_pool *)mpti_calloc(allocator, 1, sizeof *p);
     int number;
 
-    if (!p) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the thread pool");
+    if (!p) return MPTI_NO_MEMORY(err, "no memory for the thread pool");
     p->allocator = *allocator;
     p->num_threads = num_threads - 1;
     mpti_mutex_init(&p->lock);
@@ -2573,7 +2537,7 @@ static mpt_result mpti_pool_create(const mpt_allocator *allocator, int num_threa
         if (!p->threads) {
             p->num_threads = 0;
             mpti_pool_destroy(p);
-            return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for %d threads", num_threads);
+            return MPTI_NO_MEMORY(err, "no memory for %d threads", num_threads);
         }
     }
     while (p->num_started < p->num_threads) {
@@ -2596,9 +2560,8 @@ MPT_API mpt_result mpt_parallel_for(mpt_ctx *ctx, int64_t num_chunks, mpt_chunk_
 
     if (!ctx) return MPT_ERR_INVALID_ARGUMENT;
     if (num_chunks < 0 || !fn) {
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                     "mpt_parallel_for: num_chunks is negative or fn is NULL"));
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "mpt_parallel_for: num_chunks is negative or fn is NULL");
     }
     if (!ctx->pool) {
         rc = mpti_pool_create(&ctx->desc.allocator, ctx->desc.num_threads, &ctx->error, &ctx->pool);
@@ -2851,19 +2814,11 @@ static mpt_result mpti_disk_list(const char *pattern, void (*found)(const char *
 }
 
 MPT_API const mpt_io *mpt_io_files(void) {
-    static const mpt_io files = {mpti_disk_open,
-                                 mpti_disk_read,
-                                 mpti_disk_size,
-                                 mpti_disk_seek,
-                                 mpti_disk_close,
-                                 mpti_disk_list,
-                                 mpti_disk_error,
-                                 mpti_disk_create,
-                                 mpti_disk_write,
-                                 mpti_disk_sync,
-                                 mpti_disk_rename,
-                                 mpti_disk_remove,
-                                 NULL};
+    static const mpt_io files = {
+        mpti_disk_open, mpti_disk_read, mpti_disk_size, mpti_disk_seek, mpti_disk_close,
+        mpti_disk_list, mpti_disk_error, mpti_disk_create, mpti_disk_write, mpti_disk_sync,
+        mpti_disk_rename, mpti_disk_remove, NULL,
+    };
     return &files;
 }
 
@@ -3034,11 +2989,10 @@ static mpt_result mpti_file_load(const mpt_io *io, const char *path, size_t limi
 
     while (rc == MPT_OK && got > 0) {
         if (out->size > limit)
-            rc = MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "%s: larger than the %llu bytes it may have",
-                           mpti_path_tail(path), (unsigned long long)limit);
+            rc = MPTI_DAMAGED(err, "%s: larger than the %llu bytes it may have",
+                              mpti_path_tail(path), (unsigned long long)limit);
         else if (!mpti_buffer_reserve(out, 16 * 1024))
-            rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory to read it",
-                           mpti_path_tail(path));
+            rc = MPTI_NO_MEMORY(err, "%s: no memory to read it", mpti_path_tail(path));
         else
             rc = mpti_file_read_some(&file, err, out->data + out->size, out->capacity - out->size,
                                      &got);
@@ -3102,6 +3056,7 @@ static mpt_result mpti_output_create(mpti_output *o, mpt_error *err) {
 static mpt_result mpti_output_open(const mpt_allocator *allocator, const mpt_io *io,
                                    const char *path, mpt_error *err, mpti_output *o) {
     struct stat status;
+    bool exists;
     mpt_result rc;
 
     memset(o, 0, sizeof *o);
@@ -3114,17 +3069,15 @@ static mpt_result mpti_output_open(const mpt_allocator *allocator, const mpt_io 
     o->temporary_bytes = strlen(path) + 48; /* two numbers of at most 20 digits, 6 more, the end */
     o->temporary = (char *)mpti_alloc(allocator, o->temporary_bytes);
     o->buffer = (uint8_t *)mpti_alloc(allocator, MPTI_OUTPUT_BUFFER);
-    if (io == mpt_io_files() && stat(path, &status) == 0 && S_ISDIR(status.st_mode))
+    exists = io == mpt_io_files() && stat(path, &status) == 0;
+    if (exists && S_ISDIR(status.st_mode))
         rc = mpti_io_fail(err, MPT_ERR_IO, EISDIR, path, "write it", io, NULL); /* not at the end */
-    else if (io == mpt_io_files() && stat(path, &status) == 0 && !S_ISREG(status.st_mode))
+    else if (exists && !S_ISREG(status.st_mode)) /* as root, /dev/null would turn into a file */
         rc = MPTI_FAIL(err, MPT_ERR_IO,
-                       "%s: it is a device or a pipe, which the finished file would replace; name "
-                       "a file",
+                       "%s: can't write it: it is a device or a pipe, which the file would replace",
                        mpti_path_tail(path));
     else if (o->path && o->temporary && o->buffer) rc = mpti_output_create(o, err);
-    else
-        rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory to write it",
-                       mpti_path_tail(path));
+    else rc = MPTI_NO_MEMORY(err, "%s: no memory to write it", mpti_path_tail(path));
     if (rc) mpti_output_close(o);
     return rc;
 }
@@ -3193,11 +3146,7 @@ static mpt_result mpti_output_finish(mpti_output *o, mpt_error *err) { /* close 
 }
 
 /* ---- CRC-32C --------------------------------------------------------------------------------- */
-enum {
-    MPTI_CRC32C_TABLE = 0,
-    MPTI_CRC32C_SINGLE,
-    MPTI_CRC32C_TRIPLE
-}; /* 1, 8, 3 x 8 bytes a step */
+enum { MPTI_CRC32C_TABLE, MPTI_CRC32C_SINGLE, MPTI_CRC32C_TRIPLE }; /* 1, 8, 3 x 8 bytes a step */
 
 #if defined(__x86_64__)
 static uint64_t mpti_crc32c_word(const uint8_t *p) { /* in memory order, which is the CRC's */
@@ -3322,19 +3271,18 @@ typedef struct mpti_block {
     const mpt_allocator *allocator;
 } mpti_block;
 
-static mpti_block *mpti_block_create(const mpt_allocator *allocator,
-                                     size_t capacity) { /* or NULL */
+static mpti_block *mpti_block_create(const mpt_allocator *a, size_t capacity) { /* or NULL */
     mpti_block *b;
     size_t bytes;
 
     if (!mpti_add(capacity, sizeof *b, &bytes)) return NULL;
-    b = (mpti_block *)mpti_alloc(allocator, bytes);
+    b = (mpti_block *)mpti_alloc(a, bytes);
     if (!b) return NULL;
     b->references = 1;
     b->bytes = bytes;
     b->capacity = capacity;
     b->data = (uint8_t *)(b + 1);
-    b->allocator = allocator;
+    b->allocator = a;
     return b;
 }
 
@@ -3407,8 +3355,8 @@ static mpt_result mpti_zlib_open(const mpt_allocator *allocator, mpt_compression
     }
     if (code != Z_OK) {
         mpti_zlib_close(s);
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for %s", mpti_path_tail(path),
-                         mpti_compression_name(kind));
+        return MPTI_NO_MEMORY(err, "%s: no memory for %s", mpti_path_tail(path),
+                              mpti_compression_name(kind));
     }
     s->opened = true;
     s->block = block;
@@ -3432,15 +3380,13 @@ static mpt_result mpti_zlib_read(mpti_zlib *s, mpti_file *file, const char *wher
             if (rc) return rc;
             if (n == 0 && s->between) return MPT_OK;
             if (n == 0)
-                return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                                 "%s: the %s stream ends in the middle; the file is cut", where,
-                                 name);
+                return MPTI_DAMAGED(err, "%s: the %s stream ends in the middle; the file is cut",
+                                    where, name);
             s->z.next_in = s->block->data;
             s->z.avail_in = (uInt)n;
         }
         if (s->between && s->kind == MPT_COMPRESSION_ZLIB)
-            return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                             "%s: the file goes on behind the zlib stream", where);
+            return MPTI_DAMAGED(err, "%s: the file goes on behind the zlib stream", where);
         if (s->between)
             inflateReset(&s->z); /* gzip: the next member, whose header inflate checks */
         s->later_member |= s->between;
@@ -3452,8 +3398,7 @@ static mpt_result mpti_zlib_read(mpti_zlib *s, mpti_file *file, const char *wher
         s->between = code == Z_STREAM_END;
         if (*got > 0) return MPT_OK; /* what came before a fault is good; the fault comes again */
         if (code == Z_OK || code == Z_STREAM_END || code == Z_BUF_ERROR) continue;
-        if (code == Z_MEM_ERROR)
-            return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for %s", where, name);
+        if (code == Z_MEM_ERROR) return MPTI_NO_MEMORY(err, "%s: no memory for %s", where, name);
         rc = MPTI_FAIL_ERRNO(err, MPT_ERR_CORRUPT_DATA, code,
                              "%s: the %s stream is damaged (zlib: %s)%s", where, name,
                              s->z.msg ? s->z.msg : "it needs a dictionary",
@@ -3492,10 +3437,8 @@ static mpt_result mpti_zlib_open(const mpt_allocator *allocator, mpt_compression
                                  const char *path, mpti_block *block, mpt_error *err,
                                  mpti_zlib **out) {
     (void)allocator, (void)level, (void)block, (void)out;
-    return MPTI_FAIL(
-        err, MPT_ERR_UNSUPPORTED,
-        "%s: %s compression needs a program built with -DMPTRAIN_ZLIB and -lz",
-        mpti_path_tail(path), mpti_compression_name(kind));
+    return MPTI_REFUSED(err, "%s: %s compression needs a program built with -DMPTRAIN_ZLIB and -lz",
+                        mpti_path_tail(path), mpti_compression_name(kind));
 }
 #endif
 
@@ -3564,8 +3507,8 @@ static const char *mpti_tfrecord_where(const mpt_tfrecord *f, char text[256]) {
 }
 
 static mpt_result mpti_tfrecord_no_memory(mpt_tfrecord *f, size_t bytes) {
-    return MPTI_FAIL(&f->error, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for a block of %llu bytes",
-                     mpti_path_tail(f->path), (unsigned long long)bytes);
+    return MPTI_NO_MEMORY(&f->error, "%s: no memory for a block of %llu bytes",
+                          mpti_path_tail(f->path), (unsigned long long)bytes);
 }
 
 /* At least one byte of the (decompressed) file; *got = 0: the end. */
@@ -3656,10 +3599,10 @@ static mpt_result mpti_tfrecord_cut(mpt_tfrecord *f, uint64_t have, uint64_t nee
                                     const char *part) {
     char where[256];
 
-    return MPTI_FAIL(&f->error, MPT_ERR_CORRUPT_DATA,
-                     "%s: the file is cut: it ends inside the %s, %llu of %llu bytes are missing",
-                     mpti_tfrecord_where(f, where), part, (unsigned long long)(need - have),
-                     (unsigned long long)need);
+    return MPTI_DAMAGED(
+        &f->error, "%s: the file is cut: it ends inside the %s, %llu of %llu bytes are missing",
+        mpti_tfrecord_where(f, where), part, (unsigned long long)(need - have),
+        (unsigned long long)need);
 }
 
 /* Passes over the record that begins here, whose header has been checked. Its last four bytes are
@@ -3717,13 +3660,13 @@ static mpt_result mpti_tfrecord_bad_length(mpt_tfrecord *f, const uint8_t *head)
 
     mpti_tfrecord_where(f, where);
     if (f->record > 0)
-        return MPTI_FAIL(
-            &f->error, MPT_ERR_CORRUPT_DATA,
+        return MPTI_DAMAGED(
+            &f->error,
             "%s: length checksum is wrong (stored %08x, computed %08x); where the next "
             "record begins is not known",
             where, stored, computed);
-    return MPTI_FAIL(
-        &f->error, MPT_ERR_CORRUPT_DATA,
+    return MPTI_DAMAGED(
+        &f->error,
         "%s: length checksum is wrong (stored %08x, computed %08x; the first bytes are "
         "%02x %02x %02x %02x %02x %02x %02x %02x): damaged, or no TFRecord file%s",
         where, stored, computed, head[0], head[1], head[2], head[3], head[4], head[5], head[6],
@@ -3756,17 +3699,16 @@ static mpt_result mpti_tfrecord_header(mpt_tfrecord *f) {
     length = mpti_load_u64(head);
     f->position.size = length;
     if (length > (uint64_t)INT64_MAX - MPTI_FRAME_BYTES - f->offset)
-        return MPTI_FAIL(&f->error, MPT_ERR_CORRUPT_DATA,
-                         "%s: its length of %llu bytes is more than a file holds",
-                         mpti_tfrecord_where(f, where), (unsigned long long)length);
+        return MPTI_DAMAGED(&f->error, "%s: its length of %llu bytes is more than a file holds",
+                            mpti_tfrecord_where(f, where), (unsigned long long)length);
     bytes = length + MPTI_FRAME_BYTES;
     if (mpti_tfrecord_left(f) < bytes) mpti_file_measure(&f->file); /* it may have grown */
     if (mpti_tfrecord_left(f) < bytes)
         return mpti_tfrecord_cut(f, mpti_tfrecord_left(f), bytes, "record");
     if (length > f->desc.max_record_bytes || length > SIZE_MAX - MPTI_FRAME_BYTES) {
         f->skip_pending = f->resync = true;
-        return MPTI_FAIL(
-            &f->error, MPT_ERR_CORRUPT_DATA,
+        return MPTI_DAMAGED(
+            &f->error,
             "%s: its %llu bytes are more than max_record_bytes (%llu): raise it if they are "
             "meant to be",
             mpti_tfrecord_where(f, where), (unsigned long long)length,
@@ -3797,8 +3739,8 @@ static mpt_result mpti_tfrecord_payload(mpt_tfrecord *f, mpti_record *out) {
     computed = mpti_masked_crc32c(out->payload.data, length);
     if (stored == computed) return MPT_OK;
     f->resync = true;
-    return MPTI_FAIL(
-        &f->error, MPT_ERR_CORRUPT_DATA,
+    return MPTI_DAMAGED(
+        &f->error,
         "%s: payload checksum is wrong (stored %08x, computed %08x); the file is damaged here",
         mpti_tfrecord_where(f, where), stored, computed);
 }
@@ -3907,7 +3849,7 @@ static mpt_result mpti_tfrecord_open_sized(const mpt_allocator *allocator,
 
     if (rc) return rc;
     f = (mpt_tfrecord *)mpti_calloc(allocator, 1, sizeof *f);
-    if (!f) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a reader");
+    if (!f) return MPTI_NO_MEMORY(err, "no memory for a reader");
     f->allocator = allocator;
     f->desc = resolved;
     f->block_bytes = f->ask = block_bytes;
@@ -3915,7 +3857,7 @@ static mpt_result mpti_tfrecord_open_sized(const mpt_allocator *allocator,
     f->path = mpti_strdup(allocator, resolved.path);
     f->desc.path = f->path;
     rc = f->path ? mpti_file_open(resolved.io, f->path, &f->error, &f->file)
-                 : MPTI_FAIL(&f->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a path");
+                 : MPTI_NO_MEMORY(&f->error, "no memory for a path");
     if (rc == MPT_OK) rc = mpti_tfrecord_start(f);
     if (rc == MPT_OK) {
         *out = f;
@@ -3937,17 +3879,16 @@ static mpt_result mpti_tfrecord_seek(mpt_tfrecord *f, mpt_error *err, int64_t re
     mpt_result rc = MPT_OK;
 
     if (f->zlib)
-        return MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                         "%s: a file compressed with %s can't be sought in",
-                         mpti_path_tail(f->path), mpti_compression_name(f->compression));
+        return MPTI_REFUSED(err, "%s: a file compressed with %s can't be sought in",
+                            mpti_path_tail(f->path), mpti_compression_name(f->compression));
     if (record < 0)
         return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "mpt_tfrecord_seek: record is negative");
     if (f->file.size >= 0 && offset > (uint64_t)f->file.size)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                         "%s: no record %lld at offset %llu: the file has %lld bytes: has it "
-                         "changed since its index was made?",
-                         mpti_path_tail(f->path), (long long)record, (unsigned long long)offset,
-                         (long long)f->file.size);
+        return MPTI_DAMAGED(err,
+                            "%s: no record %lld at offset %llu: the file has %lld bytes: has it "
+                            "changed since its index was made?",
+                            mpti_path_tail(f->path), (long long)record, (unsigned long long)offset,
+                            (long long)f->file.size);
     rc = mpti_tfrecord_jump(f, offset);
     if (rc) {
         if (err) *err = f->error;
@@ -3976,9 +3917,9 @@ static mpt_result mpti_tfrecord_skip(mpt_tfrecord *f) {
 
     if (f->num_bad == f->desc.max_bad_records) {
         f->failed = true;
-        return MPTI_FAIL(&f->error, MPT_ERR_CORRUPT_DATA,
-                         "more bad records than max_bad_records (%lld); the last: %.300s",
-                         (long long)f->desc.max_bad_records, cause.message);
+        return MPTI_DAMAGED(&f->error,
+                            "more bad records than max_bad_records (%lld); the last: %.300s",
+                            (long long)f->desc.max_bad_records, cause.message);
     }
     f->num_bad++;
     f->left_out = !f->resync || f->desc.on_bad_record == MPT_BAD_RECORD_SKIP_FILE;
@@ -4077,7 +4018,7 @@ static mpt_result mpti_writer_open(mpt_ctx *ctx, const mpt_tfrecord_writer_desc 
     w->max_record_bytes = desc->max_record_bytes ? desc->max_record_bytes : (uint64_t)1 << 30;
     if (desc->compression != MPT_COMPRESSION_NONE) {
         block = mpti_block_create(allocator, MPTI_OUTPUT_BUFFER);
-        if (!block) return MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a block");
+        if (!block) return MPTI_NO_MEMORY(&ctx->error, "no memory for a block");
         rc = mpti_zlib_open(allocator, desc->compression, level, desc->path, block, &ctx->error,
                             &w->zlib);
         if (rc) mpti_block_release(block);
@@ -4102,12 +4043,9 @@ MPT_API mpt_result mpt_tfrecord_writer_open(mpt_ctx *ctx, const mpt_tfrecord_wri
                 ? "compression_level is not 0 to 9"
                 : NULL;
     if (wrong)
-        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                          "mpt_tfrecord_writer_desc.%s", wrong));
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT, "mpt_tfrecord_writer_desc.%s", wrong);
     w = (mpt_tfrecord_writer *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *w);
-    if (!w)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer"));
+    if (!w) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer");
     rc = mpti_writer_open(ctx, desc, w);
     if (rc) mpt_tfrecord_writer_close(w);
     else *out = w;
@@ -4128,12 +4066,11 @@ MPT_API mpt_result mpt_tfrecord_writer_write(mpt_tfrecord_writer *w, mpt_bytes r
     rc = mpti_writer_check_open(w);
     if (rc) return mpti_report(w->ctx, rc);
     if (record.size > w->max_record_bytes)
-        return mpti_report(
-            w->ctx,
-            MPTI_FAIL(&w->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                      "%s: record %lld: its %llu bytes are more than max_record_bytes (%llu)",
-                      mpti_path_tail(w->output.path), (long long)w->record,
-                      (unsigned long long)record.size, (unsigned long long)w->max_record_bytes));
+        return MPTI_REPORT(w->ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "%s: record %lld: its %llu bytes are more than max_record_bytes (%llu)",
+                           mpti_path_tail(w->output.path), (long long)w->record,
+                           (unsigned long long)record.size,
+                           (unsigned long long)w->max_record_bytes);
     mpti_store_u64(head, record.size);
     mpti_store_u32(head + 8, mpti_masked_crc32c(head, 8));
     mpti_store_u32(foot, mpti_masked_crc32c(record.data, record.size));
@@ -4175,8 +4112,7 @@ static void mpti_index_destroy(const mpt_allocator *allocator, mpt_tfrecord_inde
 static mpt_result mpti_index_add(mpti_index *index, const mpt_tfrecord *f, uint64_t offset,
                                  mpt_error *err) {
     if (!mpti_buffer_append(&index->offsets, &offset, sizeof offset))
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for its index",
-                         mpti_path_tail(f->path));
+        return MPTI_NO_MEMORY(err, "%s: no memory for its index", mpti_path_tail(f->path));
     index->view.offsets = (const uint64_t *)(const void *)index->offsets.data;
     index->view.num_records = (int64_t)(index->offsets.size / sizeof offset) - 1;
     return MPT_OK;
@@ -4224,8 +4160,8 @@ static mpt_result mpti_index_parse(mpti_index *index, const mpt_tfrecord *f, con
         if (good && p < end && *p == '\r') p++;
         if (good && p < end) good = *p++ == '\n';
         if (!good || offset != expected || size < MPTI_FRAME_BYTES || size > UINT64_MAX - offset)
-            return MPTI_FAIL(
-                err, MPT_ERR_CORRUPT_DATA,
+            return MPTI_DAMAGED(
+                err,
                 "%s: line %lld: a line \"offset size\" that begins at %llu is expected: make the "
                 "index anew",
                 mpti_path_tail(path), (long long)line, (unsigned long long)expected);
@@ -4265,11 +4201,11 @@ static mpt_result mpti_index_check(const mpt_tfrecord_index *index, mpt_tfrecord
         if (err) *err = f->error;
         return rc;
     }
-    return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                     "%s: it does not fit its file (%lld records, %llu bytes): the file was "
-                     "changed; make the index anew",
-                     mpti_path_tail(path), (long long)num_records,
-                     (unsigned long long)offsets[num_records]);
+    return MPTI_DAMAGED(err,
+                        "%s: it does not fit its file (%lld records, %llu bytes): the file was "
+                        "changed; make the index anew",
+                        mpti_path_tail(path), (long long)num_records,
+                        (unsigned long long)offsets[num_records]);
 }
 
 static mpt_result mpti_index_read(mpti_index *index, mpt_tfrecord *f, mpt_error *err) {
@@ -4279,7 +4215,7 @@ static mpt_result mpti_index_read(mpti_index *index, mpt_tfrecord *f, mpt_error 
     mpti_buffer text = {allocator, NULL, 0, 0};
     mpt_result rc;
 
-    if (!path) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a path");
+    if (!path) return MPTI_NO_MEMORY(err, "no memory for a path");
     snprintf(path, path_bytes, "%s.idx", f->path);
     /* a line has at most 42 characters, a record at least 16 bytes */
     if (f->file.size >= 0 && (uint64_t)f->file.size < limit / 3)
@@ -4298,13 +4234,12 @@ static mpt_result mpti_index_make(const mpt_allocator *allocator, const mpt_tfre
     mpt_tfrecord *f = NULL;
     mpt_result rc;
 
-    if (!index) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for an index");
+    if (!index) return MPTI_NO_MEMORY(err, "no memory for an index");
     index->allocator = index->offsets.allocator = allocator;
     rc = mpti_tfrecord_open_sized(allocator, desc, MPTI_WALK_BLOCK_BYTES, err, &f);
     if (rc == MPT_OK && f->zlib)
-        rc = MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                       "%s: a file compressed with %s can't have an index", mpti_path_tail(f->path),
-                       mpti_compression_name(f->compression));
+        rc = MPTI_REFUSED(err, "%s: a file compressed with %s can't have an index",
+                          mpti_path_tail(f->path), mpti_compression_name(f->compression));
     if (rc == MPT_OK) rc = load ? mpti_index_read(index, f, err) : mpti_index_walk(index, f, err);
     mpt_tfrecord_close(f);
     if (rc) {
@@ -4348,8 +4283,7 @@ MPT_API mpt_result mpt_tfrecord_index_save(mpt_ctx *ctx, const mpt_tfrecord_inde
 
     if (!ctx) return MPT_ERR_INVALID_ARGUMENT;
     if (!index || !path || index->num_records < 0)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_ARGUMENT, "no index or no path"));
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT, "no index or no path");
     rc = mpti_output_open(&ctx->desc.allocator, io ? io : mpt_io_files(), path, &ctx->error,
                           &output);
     if (rc) return mpti_report(ctx, rc);
@@ -4408,6 +4342,7 @@ typedef struct mpti_wire {
 } mpti_wire;
 
 typedef struct mpti_tag {
+    const uint8_t *at; /* where it stands */
     uint32_t field;
     int type;
 } mpti_tag;
@@ -4433,11 +4368,11 @@ static bool mpti_wire_varint(mpti_wire *w, int max_bytes, uint64_t *out) {
 }
 
 static bool mpti_wire_tag(mpti_wire *w, mpti_tag *tag) {
-    const uint8_t *at = w->p;
     uint64_t value;
 
+    tag->at = w->p;
     if (!mpti_wire_varint(w, 5, &value)) return false;
-    if (value > UINT32_MAX) return mpti_wire_fail(w, at, "a field number is too large");
+    if (value > UINT32_MAX) return mpti_wire_fail(w, tag->at, "a field number is too large");
     tag->field = (uint32_t)value >> 3;
     tag->type = (int)(value & 7);
     return true;
@@ -4445,10 +4380,8 @@ static bool mpti_wire_tag(mpti_wire *w, mpti_tag *tag) {
 
 /* The tag of a field of a message, where number 0 is forbidden; in unknown groups upb allows it. */
 static bool mpti_wire_field(mpti_wire *w, mpti_tag *tag) {
-    const uint8_t *at = w->p;
-
     if (!mpti_wire_tag(w, tag)) return false;
-    return tag->field > 0 || mpti_wire_fail(w, at, "a field has number 0");
+    return tag->field > 0 || mpti_wire_fail(w, tag->at, "a field has number 0");
 }
 
 /* A value of type BYTES, as a (sub)message of its own. */
@@ -4502,6 +4435,18 @@ static bool mpti_wire_skip(mpti_wire *w, mpti_tag tag) {
         if (level == 0) return true;
         if (!mpti_wire_tag(w, &tag)) return false;
     }
+}
+
+/* Goes on to the next field of type BYTES with a number up to `last`, whose value *sub is; passes
+   over all others. MPT_END: the message has no more. */
+static mpt_result mpti_wire_next(mpti_wire *w, uint32_t last, mpti_tag *tag, mpti_wire *sub) {
+    while (w->p < w->end) {
+        if (!mpti_wire_field(w, tag)) return MPT_ERR_CORRUPT_DATA;
+        if (tag->type == MPTI_WIRE_BYTES && tag->field <= last)
+            return mpti_wire_sub(w, sub) ? MPT_OK : MPT_ERR_CORRUPT_DATA;
+        if (!mpti_wire_skip(w, *tag)) return MPT_ERR_CORRUPT_DATA;
+    }
+    return MPT_END;
 }
 
 /* Well-formed UTF-8, as table 3-7 of the Unicode standard has it. */
@@ -4603,18 +4548,14 @@ static bool mpti_values_list(mpti_wire *w, mpti_values *v) {
 static bool mpti_values_feature(mpti_wire *w, mpti_values *v) {
     mpti_wire list;
     mpti_tag tag;
+    mpt_result rc;
 
-    while (w->p < w->end) {
-        if (!mpti_wire_field(w, &tag)) return false;
-        if (tag.type != MPTI_WIRE_BYTES || tag.field > MPT_FEATURE_INT64) {
-            if (!mpti_wire_skip(w, tag)) return false;
-            continue;
-        }
+    while ((rc = mpti_wire_next(w, MPT_FEATURE_INT64, &tag, &list)) == MPT_OK) {
         if (v->kind != (mpt_feature_kind)tag.field) v->count = 0;
         v->kind = (mpt_feature_kind)tag.field; /* fields and kinds have the same numbers */
-        if (!mpti_wire_sub(w, &list) || !mpti_values_list(&list, v)) return false;
+        if (!mpti_values_list(&list, v)) return false;
     }
-    return true;
+    return rc == MPT_END;
 }
 
 /* Fields that a map entry should not have are passed over, as protobuf's C++, which TensorFlow
@@ -4623,25 +4564,19 @@ static bool mpti_values_feature(mpti_wire *w, mpti_values *v) {
 static bool mpti_values_entry(mpti_wire *w, mpti_values *v, mpt_bytes *key) {
     mpti_wire sub;
     mpti_tag tag;
+    mpt_result rc;
 
     key->data = w->p; /* no key is an empty key */
     key->size = 0;
-    while (w->p < w->end) {
-        const uint8_t *at = w->p;
-
-        if (!mpti_wire_field(w, &tag)) return false;
-        if (tag.type != MPTI_WIRE_BYTES || tag.field > 2) {
-            if (!mpti_wire_skip(w, tag)) return false;
-            continue;
-        }
-        if (!mpti_wire_sub(w, &sub)) return false;
+    while ((rc = mpti_wire_next(w, 2, &tag, &sub)) == MPT_OK) {
         if (tag.field == 2 && !mpti_values_feature(&sub, v)) return false;
         if (tag.field == 2) continue;
         key->data = sub.p;
         key->size = (size_t)(sub.end - sub.p);
-        if (!mpti_utf8_is_valid(*key)) return mpti_wire_fail(w, at, "a feature's name is no UTF-8");
+        if (!mpti_utf8_is_valid(*key))
+            return mpti_wire_fail(w, tag.at, "a feature's name is no UTF-8");
     }
-    return true;
+    return rc == MPT_END;
 }
 
 static mpti_wire mpti_wire_of(mpt_bytes message, mpti_parse_error *error) {
@@ -4658,39 +4593,24 @@ static mpti_wire mpti_wire_of(mpt_bytes message, mpti_parse_error *error) {
 
 /* The next map entry of a Features message. MPT_END: no more. */
 static mpt_result mpti_features_next(mpti_wire *features, mpt_feature *out) {
+    mpti_values v = {MPT_FEATURE_NONE, MPT_FEATURE_NONE, 0, 0, 0, NULL};
     mpti_wire entry;
     mpti_tag tag;
+    mpt_result rc = mpti_wire_next(features, 1, &tag, &entry);
 
-    while (features->p < features->end) {
-        mpti_values v = {MPT_FEATURE_NONE, MPT_FEATURE_NONE, 0, 0, 0, NULL};
-
-        if (!mpti_wire_field(features, &tag)) return MPT_ERR_CORRUPT_DATA;
-        if (tag.field != 1 || tag.type != MPTI_WIRE_BYTES) {
-            if (!mpti_wire_skip(features, tag)) return MPT_ERR_CORRUPT_DATA;
-            continue;
-        }
-        if (!mpti_wire_sub(features, &entry)) return MPT_ERR_CORRUPT_DATA;
-        out->entry.data = entry.p;
-        out->entry.size = (size_t)(entry.end - entry.p);
-        if (!mpti_values_entry(&entry, &v, &out->name)) return MPT_ERR_CORRUPT_DATA;
-        out->kind = v.kind;
-        out->count = v.count;
-        return MPT_OK;
-    }
-    return MPT_END;
+    if (rc != MPT_OK) return rc;
+    out->entry.data = entry.p;
+    out->entry.size = (size_t)(entry.end - entry.p);
+    if (!mpti_values_entry(&entry, &v, &out->name)) return MPT_ERR_CORRUPT_DATA;
+    out->kind = v.kind;
+    out->count = v.count;
+    return MPT_OK;
 }
 
 /* The next Features message of an Example; there may be several, whose entries add up. */
 static mpt_result mpti_example_features(mpti_wire *w, mpti_wire *features) {
     mpti_tag tag;
-
-    while (w->p < w->end) {
-        if (!mpti_wire_field(w, &tag)) return MPT_ERR_CORRUPT_DATA;
-        if (tag.field == 1 && tag.type == MPTI_WIRE_BYTES)
-            return mpti_wire_sub(w, features) ? MPT_OK : MPT_ERR_CORRUPT_DATA;
-        if (!mpti_wire_skip(w, tag)) return MPT_ERR_CORRUPT_DATA;
-    }
-    return MPT_END;
+    return mpti_wire_next(w, 1, &tag, features);
 }
 
 /* Finds n features by name in one pass that checks the whole Example. Of entries with the same name
@@ -4734,9 +4654,9 @@ MPT_API mpt_result mpt_example_check(mpt_ctx *ctx, mpt_bytes example) {
     mpt_result rc = mpti_example_scan(example, NULL, 0, NULL, &error);
 
     if (rc == MPT_OK || !ctx) return rc;
-    return mpti_report(ctx, MPTI_FAIL(&ctx->error, rc, "not a tf.Example: byte %llu of %llu: %s",
-                                      (unsigned long long)error.offset,
-                                      (unsigned long long)example.size, error.cause));
+    return MPTI_REPORT(ctx, rc, "not a tf.Example: byte %llu of %llu: %s",
+                       (unsigned long long)error.offset, (unsigned long long)example.size,
+                       error.cause);
 }
 
 MPT_API mpt_result mpt_example_feature(mpt_bytes example, const char *name, mpt_feature *out) {
@@ -4856,9 +4776,7 @@ MPT_API mpt_result mpt_example_create(mpt_ctx *ctx, mpt_example **out) {
     if (!ctx || !out) return MPT_ERR_INVALID_ARGUMENT;
     *out = NULL;
     e = (mpt_example *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *e);
-    if (!e)
-        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                          "no memory for an Example"));
+    if (!e) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for an Example");
     e->ctx = ctx;
     e->buffer.allocator = &ctx->desc.allocator;
     *out = e;
@@ -4914,8 +4832,7 @@ static mpt_result mpti_example_begin(mpt_example *e, const char *name, mpt_featu
         return MPTI_FAIL(&e->ctx->error, MPT_ERR_INVALID_ARGUMENT, "feature \"%.100s\": %s", name,
                          wrong);
     if (!mpti_buffer_reserve(&e->buffer, (size_t)total + MPTI_EXAMPLE_ROOM))
-        return MPTI_FAIL(&e->ctx->error, MPT_ERR_OUT_OF_MEMORY, "feature \"%.100s\": no memory",
-                         name);
+        return MPTI_NO_MEMORY(&e->ctx->error, "feature \"%.100s\": no memory", name);
     if (e->buffer.size == 0) e->buffer.size = MPTI_EXAMPLE_ROOM;
     p = mpti_wire_put(e->buffer.data + e->buffer.size, 1, entry);
     p = mpti_wire_put(p, 1, key.size);
@@ -5108,9 +5025,6 @@ static void *mpti_stb_realloc(void *p, size_t old_size, size_t size) {
 #endif
 
 /* ---- pictures: what the bytes are ------------------------------------------------------------ */
-#define MPTI_DAMAGED(err, ...) MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, __VA_ARGS__)
-#define MPTI_REFUSED(err, ...) MPTI_FAIL(err, MPT_ERR_UNSUPPORTED, __VA_ARGS__)
-
 static uint32_t mpti_load_uint(const uint8_t *p, int bytes, bool big_endian) {
     uint32_t v = 0;
     int i;
@@ -5725,8 +5639,7 @@ static mpt_result mpti_image_unpack(const mpt_allocator *allocator, mpt_bytes en
     out->height = h;
     out->channels = desc->channels;
     if (out->pixels && !feed.fault && w == info->width && h == info->height) return MPT_OK;
-    if (!out->pixels && out_of_memory)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to decode a picture");
+    if (!out->pixels && out_of_memory) return MPTI_NO_MEMORY(err, "no memory to decode a picture");
     if (feed.fault) return MPTI_DAMAGED(err, "%s", feed.fault);
     return MPTI_DAMAGED(err, "%s: the compressed data are damaged",
                         mpt_image_format_string(info->format));
@@ -5754,7 +5667,7 @@ static mpt_result mpti_image_orient(const mpt_allocator *allocator, int orientat
     uint8_t *turned = (uint8_t *)mpti_sized_alloc(allocator, (size_t)w * (size_t)h * c);
     uint8_t *to = turned;
 
-    if (!turned) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to turn a picture");
+    if (!turned) return MPTI_NO_MEMORY(err, "no memory to turn a picture");
     image->width = swap ? h : w;
     image->height = swap ? w : h;
     for (y = 0; y < image->height; y++) {
@@ -5907,7 +5820,7 @@ static mpt_result mpti_bmp_decode(const mpt_allocator *allocator, mpt_bytes enco
     out->channels = desc->channels;
     bytes = (size_t)(info.width * info.height * desc->channels); /* the rows in the file limit it */
     out->pixels = to = (uint8_t *)mpti_sized_alloc(allocator, bytes);
-    if (!to) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to decode a picture");
+    if (!to) return MPTI_NO_MEMORY(err, "no memory to decode a picture");
     for (y = 0; y < info.height; y++) {
         int64_t line = bmp.top_down ? y : info.height - 1 - y;
         for (x = 0; x < info.width; x++, to += desc->channels) {
@@ -6152,7 +6065,7 @@ static mpt_result mpti_image_resample(const mpt_allocator *allocator, const mpt_
     words = ay.max_weights + (ax.max_weights + 2) * (size_t)out_w;
     bytes = words * 4 + stride;
     wy = (uint32_t *)mpti_alloc(allocator, bytes);
-    if (!wy) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory to resize a picture");
+    if (!wy) return MPTI_NO_MEMORY(err, "no memory to resize a picture");
     wx = wy + ay.max_weights;
     spans = (int *)(wx + ax.max_weights * (size_t)out_w);
     row = (uint8_t *)(wy + words);
@@ -6338,11 +6251,7 @@ typedef struct mpti_item {
     mpti_bad *bad;
 } mpti_item;
 
-typedef enum mpti_sample_state {
-    MPTI_SAMPLE_DEALT = 0,
-    MPTI_SAMPLE_DECODING,
-    MPTI_SAMPLE_READY
-} mpti_sample_state;
+typedef enum { MPTI_SAMPLE_DEALT, MPTI_SAMPLE_DECODING, MPTI_SAMPLE_READY } mpti_sample_state;
 
 typedef struct mpti_sample {
     mpti_item item;
@@ -6359,8 +6268,7 @@ typedef struct mpti_segment {
     int stride, phase;    /* keep records with record % stride == phase */
 } mpti_segment;
 
-/* A segment being read. One worker at a time reads ahead into the queue; the merge takes
-   from it. */
+/* A segment being read: one worker at a time reads ahead into the queue, the merge takes from it */
 typedef struct mpti_stream {
     int segment; /* number in the lane's list; -1: none */
     mpt_tfrecord *reader;
@@ -6460,6 +6368,8 @@ struct mpt_loader {
 };
 
 /* An array that lives as long as the loader, zeroed. Sets *ok to false when there is no memory. */
+#define MPTI_LOADER_ARRAY(ld, type, count, ok) \
+    ((type *)mpti_loader_array(ld, count, sizeof(type), ok))
 static void *mpti_loader_array(mpt_loader *ld, int64_t count, size_t size, bool *ok) {
     mpti_owned owned;
 
@@ -6585,8 +6495,7 @@ static mpt_result mpti_loader_list_one(mpt_loader *ld, const char *pattern, mpt_
         }
     }
     if (rc) return rc;
-    if (l.out_of_memory)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the list of files");
+    if (l.out_of_memory) return MPTI_NO_MEMORY(err, "no memory for the list of files");
     if (l.found == 0 && l.skipped > 0)
         return MPTI_FAIL(err, MPT_ERR_IO,
                          "%s: none of its %d files is named like a TFRecord shard (*tfrecord*, "
@@ -6654,8 +6563,8 @@ static mpt_result mpti_loader_list(mpt_loader *ld, mpt_error *err) {
         if (rc) return rc;
     }
     if (ld->num_files >= MPTI_MAX_FILES)
-        return MPTI_FAIL(err, MPT_ERR_UNSUPPORTED, "%d files: at most %d, merge some",
-                         ld->num_files, MPTI_MAX_FILES - 1);
+        return MPTI_REFUSED(err, "%d files: at most %d, merge some", ld->num_files,
+                            MPTI_MAX_FILES - 1);
     qsort(ld->files, (size_t)ld->num_files, sizeof *ld->files, mpti_compare_names);
     for (i = 1; i < ld->num_files; i++)
         if (!strcmp(ld->files[i - 1], ld->files[i]))
@@ -6777,7 +6686,7 @@ static mpt_result mpti_loader_read_dataset_info(mpt_loader *ld, mpt_error *err) 
     rc = mpti_file_load(ld->desc.io, path, 16u << 20, err, &text);
     if (rc) goto done;
     lengths = (int64_t *)mpti_calloc(&ld->allocator, (size_t)ld->num_files, sizeof *lengths);
-    if (!lengths) rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the shard lengths");
+    if (!lengths) rc = MPTI_NO_MEMORY(err, "no memory for the shard lengths");
     if (!lengths) goto done;
     memset(&j, 0, sizeof j);
     j.p = (const char *)text.data;
@@ -6800,8 +6709,7 @@ done:
     return rc == MPT_ERR_OUT_OF_MEMORY ? rc : MPT_OK;
 }
 
-static bool mpti_loader_sum_counts(const mpt_loader *ld,
-                                   int64_t *sum) { /* false: not all are known */
+static bool mpti_loader_sum_counts(const mpt_loader *ld, int64_t *sum) { /* false: unknown */
     int i;
 
     *sum = 0;
@@ -6831,8 +6739,7 @@ static mpt_result mpti_loader_measure(mpt_loader *ld, int64_t *bytes, mpt_error 
 }
 
 static mpt_result mpti_loader_count(mpt_loader *ld, int64_t record_bytes, mpt_error *err) {
-    const int64_t scan_limit = 256
-                               << 20; /* bytes whose headers are walked in well under a second */
+    const int64_t scan_limit = 256 << 20; /* bytes: the headers take well under a second */
     int64_t bytes = 0, sum;
     bool scan = mpti_loader_deals_records(ld);
     mpt_result rc;
@@ -6873,8 +6780,7 @@ static mpt_result mpti_loader_set_keys(mpt_loader *ld, const char *image_key, co
                                        mpt_error *err) {
     ld->image_key = mpti_strdup(&ld->allocator, image_key);
     ld->label_key = mpti_strdup(&ld->allocator, label_key);
-    if (!ld->image_key || !ld->label_key)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the keys");
+    if (!ld->image_key || !ld->label_key) return MPTI_NO_MEMORY(err, "no memory for the keys");
     ld->label_offset = ld->desc.label_offset;
     if (!ld->desc.label_offset_is_set)
         ld->label_offset = strcmp(label_key, "image/class/label") == 0;
@@ -6899,9 +6805,9 @@ static mpt_result mpti_loader_first_record(mpt_loader *ld, int file, int64_t *re
     mpt_result rc = mpti_tfrecord_open(&ld->allocator, &d, err, &f);
 
     if (rc == MPT_OK && ld->desc.io == mpt_io_files() && f->file.size < 0)
-        rc = MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                       "%s: a pipe or device can't be read again for the next epoch: give files",
-                       mpti_path_tail(ld->files[file]));
+        rc = MPTI_REFUSED(err,
+                          "%s: a pipe or device can't be read again for the next epoch: give files",
+                          mpti_path_tail(ld->files[file]));
     if (rc == MPT_OK) rc = mpti_tfrecord_read(f, err, &record);
     if (rc == MPT_OK) {
         *record_bytes = (int64_t)record.payload.size + MPTI_FRAME_BYTES;
@@ -6932,9 +6838,8 @@ static mpt_result mpti_loader_find_schema(mpt_loader *ld, int64_t *record_bytes,
     if (rc != MPT_OK && damaged && ld->desc.on_bad_record == MPT_BAD_RECORD_FAIL)
         return MPT_ERR_CORRUPT_DATA;
     if (rc != MPT_OK && !damaged)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                         "no record in any of %d files (the first is %s): wrong path?",
-                         ld->num_files, mpti_path_tail(ld->files[0]));
+        return MPTI_DAMAGED(err, "no record in any of %d files (the first is %s): wrong path?",
+                            ld->num_files, mpti_path_tail(ld->files[0]));
     return mpti_loader_set_keys(ld, keys[0] ? keys[0] : "image/encoded",
                                 keys[1] ? keys[1] : "image/class/label", err);
 }
@@ -7012,9 +6917,7 @@ static int64_t mpti_loader_longest_lane(const mpt_loader *ld, const int *order) 
 }
 
 static int64_t mpti_loader_count_steps(const mpt_loader *ld, const int *order) {
-    int64_t longest = mpti_loader_longest_lane(ld, order), batch = ld->desc.batch_size;
-
-    int64_t sum;
+    int64_t longest = mpti_loader_longest_lane(ld, order), batch = ld->desc.batch_size, sum;
 
     /* measured, unless the longest lane is another one in each epoch */
     if (ld->num_records_source == MPT_COUNT_EPOCH &&
@@ -7030,8 +6933,7 @@ static mpt_result mpti_loader_deal(mpt_loader *ld, mpt_error *err) {
     int *order = (int *)mpti_alloc(&ld->allocator, sizeof *order * (size_t)ld->num_files);
     int i;
 
-    if (!order)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the order of the files");
+    if (!order) return MPTI_NO_MEMORY(err, "no memory for the order of the files");
     for (i = 0; i < ld->num_files; i++) order[i] = i;
     for (i = ld->num_files - 1; i > 0 && !ld->desc.no_shuffle; i--) { /* Fisher-Yates */
         uint32_t random[4];
@@ -7162,17 +7064,17 @@ static mpt_result mpti_stream_read(mpt_loader *ld, const mpti_segment *segment, 
             if (s->read_offset == segment->end) return MPT_END;
             item->record = s->read_next;
             item->offset = s->read_offset;
-            rc = MPTI_FAIL(&error, MPT_ERR_CORRUPT_DATA,
-                           "%s: record %lld is not where its index has it: make the index anew",
-                           path, (long long)s->read_next);
+            rc = MPTI_DAMAGED(&error,
+                              "%s: record %lld is not where its index has it: make the index anew",
+                              path, (long long)s->read_next);
             break;
         }
         rc = mpti_stream_advance(ld, segment, s, item, &record, &error, &resume);
         if (rc == MPT_END && segment->count < 0) return MPT_END;
         if (rc == MPT_END)
-            rc = MPTI_FAIL(&error, MPT_ERR_CORRUPT_DATA,
-                           "%s: ends before record %lld, which its index has: has it changed?",
-                           path, (long long)s->read_next);
+            rc = MPTI_DAMAGED(&error,
+                              "%s: ends before record %lld, which its index has: has it changed?",
+                              path, (long long)s->read_next);
         ours = item->record % segment->stride == segment->phase;
         /* what is wrong with a record is told by the lane that owns it, but ends all */
         if (rc == MPT_ERR_CORRUPT_DATA && !ours && (!resume || skip_file)) return MPT_END;
@@ -7276,7 +7178,7 @@ static mpti_sample *mpti_lane_sample(mpti_lane *lane, int64_t number) {
 /* Bad records hold a place in the ring but no pixels, so many of them in a row can fill it. */
 static bool mpti_lane_grow_ring(mpt_loader *ld, mpti_lane *lane) {
     bool ok = true;
-    mpti_sample *bigger = (mpti_sample *)mpti_loader_array(ld, lane->ring * 2, sizeof *bigger, &ok);
+    mpti_sample *bigger = MPTI_LOADER_ARRAY(ld, mpti_sample, lane->ring * 2, &ok);
     int64_t i;
 
     for (i = lane->delivered; i < lane->dealt && ok; i++)
@@ -7395,16 +7297,16 @@ static mpt_result mpti_feature_require(mpt_bytes example, const char *key, const
     char names[200];
 
     if (f->kind != MPT_FEATURE_NONE && f->kind != kind)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "feature %s is of kind %s, expected %s", key,
-                         mpt_feature_kind_string(f->kind), mpt_feature_kind_string(kind));
+        return MPTI_DAMAGED(err, "feature %s is of kind %s, expected %s", key,
+                            mpt_feature_kind_string(f->kind), mpt_feature_kind_string(kind));
     if (f->kind == kind && f->count == 1) return MPT_OK;
     if (f->count > 1)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "feature %s has %lld values, expected one", key,
-                         (long long)f->count);
-    if (f->name.data) return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "feature %s has no value", key);
+        return MPTI_DAMAGED(err, "feature %s has %lld values, expected one", key,
+                            (long long)f->count);
+    if (f->name.data) return MPTI_DAMAGED(err, "feature %s has no value", key);
     mpti_list_features(example, names, sizeof names);
-    return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                     "no feature %s; there are: %s. Set image_key and label_key", key, names);
+    return MPTI_DAMAGED(err, "no feature %s; there are: %s. Set image_key and label_key", key,
+                        names);
 }
 
 /* Not one of the errors that a policy skips: labels that don't fit mean a wrong offset or a wrong
@@ -7482,7 +7384,7 @@ static mpt_result mpti_loader_fit(const mpt_loader *ld, const mpt_image *image, 
         return mpti_image_resample(&ld->allocator, image, &box, d->width, d->height, flip, pixels,
                                    err);
     whole = (uint8_t *)mpti_alloc(&ld->allocator, ld->sample_bytes);
-    if (!whole) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a picture");
+    if (!whole) return MPTI_NO_MEMORY(err, "no memory for a picture");
     rc = mpti_image_resample(&ld->allocator, image, &box, d->width, d->height, false, whole, err);
     if (rc == MPT_OK) {
         int range = 2 * d->crop_padding + 1;
@@ -7516,10 +7418,9 @@ static mpt_result mpti_loader_decode_picture(const mpt_loader *ld, mpt_bytes byt
         image.channels = ld->desc.channels;
         image.pixels = (uint8_t *)(uintptr_t)bytes.data; /* only read */
         if (!x && bytes.size != ld->sample_bytes)
-            return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                             "feature %s has %zu bytes, raw pixels %d x %d x %d need %zu",
-                             ld->image_key, bytes.size, ld->desc.height, ld->desc.width,
-                             ld->desc.channels, ld->sample_bytes);
+            return MPTI_DAMAGED(err, "feature %s has %zu bytes, raw pixels %d x %d x %d need %zu",
+                                ld->image_key, bytes.size, ld->desc.height, ld->desc.width,
+                                ld->desc.channels, ld->sample_bytes);
         return mpti_loader_fit(ld, &image, epoch, id, pixels, err);
     }
     rc = mpti_image_decode(&ld->allocator, bytes, &ld->image, err, &image);
@@ -7542,8 +7443,7 @@ static mpt_result mpti_loader_decode_example(const mpt_loader *ld, const mpti_it
     names[0] = ld->image_key;
     names[1] = ld->label_key;
     if (mpti_example_scan(item->payload, names, 2, found, &parse) != MPT_OK)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "no tf.Example: %s at byte %zu", parse.cause,
-                         parse.offset);
+        return MPTI_DAMAGED(err, "no tf.Example: %s at byte %zu", parse.cause, parse.offset);
     rc = mpti_feature_require(item->payload, names[1], &found[1], MPT_FEATURE_INT64, err);
     if (rc == MPT_OK)
         rc = mpti_feature_require(item->payload, names[0], &found[0], MPT_FEATURE_BYTES, err);
@@ -7641,12 +7541,7 @@ static void mpti_loader_fill_slots(const mpt_loader *ld, mpti_loader_batch *batc
 }
 
 /* ---- jobs: what a worker does next ----------------------------------------------------------- */
-typedef enum mpti_job_kind {
-    MPTI_JOB_NONE = 0,
-    MPTI_JOB_FILL,
-    MPTI_JOB_COLLATE,
-    MPTI_JOB_DECODE
-} mpti_job_kind;
+typedef enum { MPTI_JOB_NONE, MPTI_JOB_FILL, MPTI_JOB_COLLATE, MPTI_JOB_DECODE } mpti_job_kind;
 
 typedef struct mpti_job {
     mpti_job_kind kind;
@@ -7967,8 +7862,7 @@ static mpt_result mpti_loader_wait(mpt_loader *ld, mpti_loader_batch *batch, mpt
             return MPTI_FAIL(err, MPT_ERR_INTERNAL,
                              "the loader has nothing to do and no batch: please report this");
     }
-    if (ld->out_of_memory)
-        return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a record or a picture");
+    if (ld->out_of_memory) return MPTI_NO_MEMORY(err, "no memory for a record or a picture");
     return MPT_OK;
 }
 
@@ -7987,9 +7881,9 @@ static mpt_result mpti_loader_settle_bad(mpt_loader *ld, mpti_loader_batch *batc
                 return bad->error.code;
             }
             if (++ld->num_bad > ld->desc.max_bad_records)
-                return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                                 "more than %lld bad records (max_bad_records); the last one: %s",
-                                 (long long)ld->desc.max_bad_records, bad->error.message);
+                return MPTI_DAMAGED(
+                    err, "more than %lld bad records (max_bad_records); the last one: %s",
+                    (long long)ld->desc.max_bad_records, bad->error.message);
             memset(&report, 0, sizeof report);
             report.path = ld->num_files && ld->files ? ld->files[bad->file] : "array";
             report.record = bad->record;
@@ -8013,11 +7907,11 @@ static mpt_result mpti_loader_empty_epoch(const mpt_loader *ld, int64_t usable, 
                          "no batch in an epoch: %lld records don't fill one of %d lanes with a "
                          "batch_size of %d, and MPT_LAST_BATCH_DROP leaves partial ones out",
                          (long long)usable, ld->num_lanes, ld->desc.batch_size);
-    return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                     "an epoch without one usable record (%lld bad ones were left out) in %d "
-                     "files, the first is %s",
-                     (long long)ld->num_bad, ld->num_files,
-                     ld->files ? mpti_path_tail(ld->files[0]) : "an array");
+    return MPTI_DAMAGED(err,
+                        "an epoch without one usable record (%lld bad ones were left out) in %d "
+                        "files, the first is %s",
+                        (long long)ld->num_bad, ld->num_files,
+                        ld->files ? mpti_path_tail(ld->files[0]) : "an array");
 }
 
 /* After an epoch that was read from its start by one rank the number of records is known. */
@@ -8144,7 +8038,7 @@ static mpt_result mpti_loader_make_lut(mpt_loader *ld, mpt_error *err) {
 
     if (ld->desc.dtype == MPT_U8) return MPT_OK;
     ld->lut = mpti_loader_array(ld, (int64_t)channels * 256, mpt_dtype_size(ld->desc.dtype), &ok);
-    if (!ok) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the normalisation table");
+    if (!ok) return MPTI_NO_MEMORY(err, "no memory for the normalisation table");
     for (c = 0; c < channels; c++)
         for (v = 0; v < 256; v++) {
             float x = (float)(((double)v / 255.0 - (double)ld->desc.mean[c]) /
@@ -8163,17 +8057,14 @@ static bool mpti_loader_make_lane(mpt_loader *ld, mpti_lane *lane, int number) {
     /* twice a batch of pictures: one is collated while the next is decoded; at least enough to keep
        workers busy when batches are tiny */
     lane->num_pixels = 2 * batch < 64 ? 64 : 2 * batch;
-    lane->ring = lane->num_pixels +
-                 2 * batch; /* those in the two finished batches keep their place */
-    lane->segments = (mpti_segment *)mpti_loader_array(ld, ld->num_files, sizeof(mpti_segment),
-                                                       &ok);
-    lane->streams = (mpti_stream *)mpti_loader_array(ld, places, sizeof(mpti_stream), &ok);
-    lane->order = (int *)mpti_loader_array(ld, places, sizeof(int), &ok);
-    lane->shuffle = (mpti_item *)mpti_loader_array(ld, ld->desc.shuffle_buffer, sizeof(mpti_item),
-                                                   &ok);
-    lane->samples = (mpti_sample *)mpti_loader_array(ld, lane->ring, sizeof(mpti_sample), &ok);
-    lane->gathered = (mpti_gathered *)mpti_loader_array(ld, batch, sizeof(mpti_gathered), &ok);
-    lane->free_pixels = (uint8_t **)mpti_loader_array(ld, lane->num_pixels, sizeof(uint8_t *), &ok);
+    lane->ring = lane->num_pixels + 2 * batch; /* the two finished batches keep their places */
+    lane->segments = MPTI_LOADER_ARRAY(ld, mpti_segment, ld->num_files, &ok);
+    lane->streams = MPTI_LOADER_ARRAY(ld, mpti_stream, places, &ok);
+    lane->order = MPTI_LOADER_ARRAY(ld, int, places, &ok);
+    lane->shuffle = MPTI_LOADER_ARRAY(ld, mpti_item, ld->desc.shuffle_buffer, &ok);
+    lane->samples = MPTI_LOADER_ARRAY(ld, mpti_sample, lane->ring, &ok);
+    lane->gathered = MPTI_LOADER_ARRAY(ld, mpti_gathered, batch, &ok);
+    lane->free_pixels = MPTI_LOADER_ARRAY(ld, uint8_t *, lane->num_pixels, &ok);
     lane->slab = (uint8_t *)mpti_loader_array(ld, lane->num_pixels, ld->sample_bytes, &ok);
     for (i = 0; i < places && lane->streams; i++) lane->streams[i].segment = -1;
     if (!lane->slab) lane->num_pixels = 0;
@@ -8186,11 +8077,11 @@ static bool mpti_loader_make_batch(mpt_loader *ld, mpti_loader_batch *batch) {
 
     batch->images = mpti_loader_array(ld, slots, ld->sample_bytes * mpt_dtype_size(ld->desc.dtype),
                                       &ok);
-    batch->labels = (int32_t *)mpti_loader_array(ld, slots, sizeof(int32_t), &ok);
-    batch->ids = (uint64_t *)mpti_loader_array(ld, slots, sizeof(uint64_t), &ok);
-    batch->valid = (int32_t *)mpti_loader_array(ld, ld->num_lanes, sizeof(int32_t), &ok);
-    batch->upto = (int64_t *)mpti_loader_array(ld, ld->num_lanes, sizeof(int64_t), &ok);
-    batch->bad = (mpti_bad **)mpti_loader_array(ld, ld->num_lanes, sizeof(mpti_bad *), &ok);
+    batch->labels = MPTI_LOADER_ARRAY(ld, int32_t, slots, &ok);
+    batch->ids = MPTI_LOADER_ARRAY(ld, uint64_t, slots, &ok);
+    batch->valid = MPTI_LOADER_ARRAY(ld, int32_t, ld->num_lanes, &ok);
+    batch->upto = MPTI_LOADER_ARRAY(ld, int64_t, ld->num_lanes, &ok);
+    batch->bad = MPTI_LOADER_ARRAY(ld, mpti_bad *, ld->num_lanes, &ok);
     return ok;
 }
 
@@ -8199,14 +8090,13 @@ static mpt_result mpti_loader_make_buffers(mpt_loader *ld, mpt_error *err) {
     bool ok = true;
 
     ld->num_lanes = ld->desc.num_lanes / ld->desc.world_size;
-    ld->lanes = (mpti_lane *)mpti_loader_array(ld, ld->num_lanes, sizeof(mpti_lane), &ok);
+    ld->lanes = MPTI_LOADER_ARRAY(ld, mpti_lane, ld->num_lanes, &ok);
     for (i = 0; i < ld->num_lanes && ok; i++)
         ok = mpti_loader_make_lane(ld, &ld->lanes[i], first + i);
     for (i = 0; i < 2 && ok; i++) ok = mpti_loader_make_batch(ld, &ld->batches[i]);
     if (ok) return MPT_OK;
-    return MPTI_FAIL(
-        err, MPT_ERR_OUT_OF_MEMORY,
-        "no memory for %d lanes of batches of %d pictures: lower batch_size or shuffle_buffer",
+    return MPTI_NO_MEMORY(
+        err, "no memory for %d lanes of batches of %d pictures: lower batch_size or shuffle_buffer",
         ld->num_lanes, ld->desc.batch_size);
 }
 
@@ -8214,9 +8104,9 @@ static mpt_result mpti_loader_start(mpt_loader *ld, mpt_error *err) {
     int n = ld->desc.num_workers, i;
     bool ok = true;
 
-    ld->workers = (mpti_worker *)mpti_loader_array(ld, n > 0 ? n : 1, sizeof(mpti_worker), &ok);
-    if (n > 0) ld->threads = (mpti_thread *)mpti_loader_array(ld, n, sizeof(mpti_thread), &ok);
-    if (!ok) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for %d workers", n);
+    ld->workers = MPTI_LOADER_ARRAY(ld, mpti_worker, n > 0 ? n : 1, &ok);
+    if (n > 0) ld->threads = MPTI_LOADER_ARRAY(ld, mpti_thread, n, &ok);
+    if (!ok) return MPTI_NO_MEMORY(err, "no memory for %d workers", n);
     ld->workers[0].ld = ld;
     for (i = 0; i < n; i++) {
         int number;
@@ -8240,10 +8130,9 @@ static mpt_result mpti_loader_find_data(mpt_loader *ld, mpt_error *err) {
     if (ld->desc.array_images) ld->num_files = 1;
     rc = ld->desc.array_images ? MPT_OK : mpti_loader_list(ld, err);
     if (rc) return rc;
-    ld->counts = (int64_t *)mpti_loader_array(ld, ld->num_files, sizeof(int64_t), &ok);
-    ld->indexes = (mpt_tfrecord_index **)mpti_loader_array(ld, ld->num_files,
-                                                           sizeof(mpt_tfrecord_index *), &ok);
-    if (!ok) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for %d files", ld->num_files);
+    ld->counts = MPTI_LOADER_ARRAY(ld, int64_t, ld->num_files, &ok);
+    ld->indexes = MPTI_LOADER_ARRAY(ld, mpt_tfrecord_index *, ld->num_files, &ok);
+    if (!ok) return MPTI_NO_MEMORY(err, "no memory for %d files", ld->num_files);
     for (i = 0; i < ld->num_files; i++) ld->counts[i] = -1;
     if (ld->desc.array_images) {
         ld->counts[0] = ld->num_records = ld->desc.array_images->dims[0];
@@ -8287,9 +8176,7 @@ MPT_API mpt_result mpt_loader_create(mpt_ctx *ctx, const mpt_loader_desc *desc, 
     rc = mpti_loader_desc_check(&d, &ctx->error);
     if (rc) return mpti_report(ctx, rc);
     ld = (mpt_loader *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *ld);
-    if (!ld)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a loader"));
+    if (!ld) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a loader");
     ld->ctx = ctx;
     ld->allocator = ctx->desc.allocator;
     ld->desc = d;
@@ -8351,7 +8238,7 @@ MPT_API void mpt_loader_destroy(mpt_loader *ld) {
  *          again.
  * Shapes:  32 bytes for each record that waits; see below
  * Tested:  tests/test_loader.c
- * Next:    the chapters that train are being written.
+ * Next:    >>tensor, the memory that training works in.
  */
 
 /* ---- the position, saved and restored -----------------------------------------------------------
@@ -8520,7 +8407,7 @@ static mpt_result mpti_archive_position(const mpt_loader *ld, mpti_archive *a, m
     mpti_archive_i64(a, &p->num_bad, 0, MPTI_MAX_RECORDS);
     mpti_archive_int(a, &p->first_lane, 0, ld->desc.num_lanes - 1);
     mpti_archive_int(a, &p->num_lanes, 1, ld->desc.num_lanes - p->first_lane);
-    return a->bad ? MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "the loader's state is damaged") : MPT_OK;
+    return a->bad ? MPTI_DAMAGED(err, "the loader's state is damaged") : MPT_OK;
 }
 
 MPT_API mpt_result mpt_loader_get_state(mpt_loader *ld, mpt_bytes *out) {
@@ -8557,15 +8444,13 @@ MPT_API mpt_result mpt_loader_get_state(mpt_loader *ld, mpt_bytes *out) {
     crc = a.bad ? 0 : mpt_crc32c(0, b->data, b->size);
     mpti_archive_u64(&a, &crc);
     if (a.bad)
-        return mpti_report(ld->ctx, MPTI_FAIL(&ld->ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                              "no memory for the loader's state"));
+        return MPTI_REPORT(ld->ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for the loader's state");
     out->data = b->data;
     out->size = b->size;
     return MPT_OK;
 }
 
-/* Opens the block at the front of state for reading; its checksum vouches for every number in
-   it. */
+/* Opens the block at the front of state; its checksum vouches for every number in it. */
 static mpt_result mpti_state_open(const mpt_loader *ld, mpt_bytes state, mpti_archive *a,
                                   mpti_position *p, mpt_error *err) {
     uint64_t size = 0;
@@ -8573,12 +8458,11 @@ static mpt_result mpti_state_open(const mpt_loader *ld, mpt_bytes state, mpti_ar
     memset(a, 0, sizeof *a);
     memset(p, 0, sizeof *p);
     if (state.size < MPTI_STATE_HEADER || memcmp(state.data, mpti_state_magic, 8) != 0)
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "this is not a loader's state");
+        return MPTI_DAMAGED(err, "this is not a loader's state");
     size = mpti_load_u64(state.data + 8);
     if (size < MPTI_STATE_HEADER + 8 || size > state.size ||
         mpt_crc32c(0, state.data, (size_t)size - 8) != mpti_load_u64(state.data + size - 8))
-        return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA,
-                         "the loader's state is damaged (size or checksum)");
+        return MPTI_DAMAGED(err, "the loader's state is damaged (size or checksum)");
     a->p = state.data + MPTI_STATE_HEADER;
     a->end = state.data + size - 8;
     return mpti_archive_position(ld, a, p, err);
@@ -8614,8 +8498,7 @@ static mpt_result mpti_state_walk(mpt_loader *ld, mpt_bytes state, bool apply,
                 found++;
             }
             if (apply && i >= 0 && i < ld->num_lanes) mpti_archive_lane(ld, &lane, &ld->lanes[i]);
-            if (lane.bad)
-                return MPTI_FAIL(err, MPT_ERR_CORRUPT_DATA, "the loader's state is damaged");
+            if (lane.bad) return MPTI_DAMAGED(err, "the loader's state is damaged");
         }
         rest.size -= (size_t)(a.end + 8 - rest.data);
         rest.data = a.end + 8;
@@ -8652,8 +8535,7 @@ static mpt_result mpti_fetch_item(mpt_loader *ld, mpti_stream *s, mpti_item *ite
         mpti_item_drop(&ld->allocator, &got);
         rc = mpti_stream_read(ld, &segment, s, &got);
     }
-    if (rc == MPT_OK &&
-        got.block) { /* a copy of its own: the block behind it holds the neighbours too */
+    if (rc == MPT_OK && got.block) { /* a copy of its own: the block holds the neighbours too */
         own = mpti_block_create(&ld->allocator, got.payload.size);
         if (own) memcpy(own->data, got.payload.data, got.payload.size);
         if (own) got.payload.data = own->data;
@@ -8664,9 +8546,8 @@ static mpt_result mpti_fetch_item(mpt_loader *ld, mpti_stream *s, mpti_item *ite
     if (rc == MPT_ERR_OUT_OF_MEMORY)
         return MPTI_FAIL(err, rc, "no memory for the records of the loader's state");
     if (rc)
-        return MPTI_FAIL(
-            err, MPT_ERR_CORRUPT_DATA,
-            "%s: record %lld of the saved position is not there: has the file changed?",
+        return MPTI_DAMAGED(
+            err, "%s: record %lld of the saved position is not there: has the file changed?",
             mpti_path_tail(ld->files[item->file]), (long long)item->record);
     *item = got;
     return MPT_OK;
@@ -8681,7 +8562,7 @@ static mpt_result mpti_lane_fetch(mpt_loader *ld, mpti_lane *lane, mpt_error *er
 
     if (n == 0) return MPT_OK;
     list = (mpti_item **)mpti_calloc(&ld->allocator, n, sizeof *list);
-    if (!list) return MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the loader's state");
+    if (!list) return MPTI_NO_MEMORY(err, "no memory for the loader's state");
     for (i = 0; i < n; i++)
         list[i] = i < (size_t)lane->shuffle_count ? &lane->shuffle[i]
                                                   : &lane->pending[i - (size_t)lane->shuffle_count];
@@ -8712,7 +8593,7 @@ static mpt_result mpti_loader_apply_state(mpt_loader *ld, mpt_bytes state, mpti_
     rc = mpti_loader_deal(ld, err);
     if (rc == MPT_OK) rc = mpti_state_walk(ld, state, true, position, err);
     if (rc == MPT_OK && ld->out_of_memory)
-        rc = MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for the loader's state");
+        rc = MPTI_NO_MEMORY(err, "no memory for the loader's state");
     for (i = 0; i < ld->num_lanes && rc == MPT_OK; i++)
         rc = mpti_lane_fetch(ld, &ld->lanes[i], err);
     if (rc) return rc;
@@ -9252,8 +9133,8 @@ static size_t mpti_conv2d_define_bytes(const mpt_conv2d_args *a, mpti_direction 
 
    dgrad is the same with dy for x and a turned filter. With a stride, the pixels of dx fall into
    stride * stride phases by what is left of (h + padding, w + padding) / stride; each meets only
-   every stride-th tap, and is a convolution of step 1 of its own. Each output number is a sum in the
-   order r, s, c, in pieces that follow from the filter alone: no choice of band changes a bit. */
+   every stride-th tap, and is a convolution of step 1 of its own. Each output number is a sum in
+   the order r, s, c, in pieces that follow from the filter: no choice of band changes a bit. */
 enum {
     MPTI_CONV_CHUNKS = 32,        /* each has scratch of its own */
     MPTI_BAND_FLOATS = 32 * 1024, /* of a staged band and its results: half of a 256 KiB L2 cache */
@@ -10645,6 +10526,10 @@ static mpt_result mpti_input_normalize(void *self, const mpt_normalize_args *a) 
 }
 
 /* ---- the table ------------------------------------------------------------------------------- */
+static const char *mpti_cpu_kernels(void *self) {
+    return ((const mpti_cpu *)self)->family->name;
+}
+
 /* family NULL: the first that this processor has. */
 static mpt_result mpti_cpu_open_family(mpt_ctx *ctx, const char *family, void **self) {
     const size_t count = sizeof mpti_cpu_families / sizeof mpti_cpu_families[0];
@@ -10681,7 +10566,7 @@ static void mpti_cpu_close(void *self) {
 
 MPT_API const mpt_backend *mpt_backend_cpu(void) {
     static const mpt_backend table = {
-        "cpu", mpti_cpu_open, mpti_cpu_close,
+        "cpu", mpti_cpu_open, mpti_cpu_close, mpti_cpu_kernels,
         mpti_conv2d_fprop_bytes, mpti_conv2d_dgrad_bytes, mpti_conv2d_wgrad_bytes,
         mpti_conv2d_fprop, mpti_conv2d_dgrad, mpti_conv2d_wgrad,
         mpti_dense_fprop_bytes, mpti_dense_dgrad_bytes, mpti_dense_wgrad_bytes,
@@ -13734,8 +13619,8 @@ static mpt_result mpti_trainer_stuck(const mpt_trainer *t) {
     }
     return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
                      "%d steps in a row were skipped at the smallest loss scale %g; first bad "
-                     "tensor: gradient of %s, element %lld. Lower the learning rate or "
-                     "loss_scaler.min_scale; mpt_trainer_autopsy tells where it begins",
+                     "tensor: gradient of %s, element %lld: lower the learning rate or the "
+                     "smallest loss scale, or look at the data",
                      t->scaler.skips_at_min, (double)t->scaler.scale, name, (long long)element);
 }
 
@@ -13825,8 +13710,17 @@ MPT_API mpt_result mpt_trainer_sync(mpt_trainer *t, mpt_step_report *out) {
     return MPT_OK;
 }
 
-MPT_API int64_t mpt_trainer_steps(const mpt_trainer *t) {
-    return t ? t->step : 0;
+MPT_API mpt_trainer_info mpt_trainer_get_info(const mpt_trainer *t) {
+    mpt_trainer_info info;
+
+    memset(&info, 0, sizeof info);
+    if (!t) return info;
+    info.steps = t->step;
+    info.applied_steps = t->optimizer.applied_steps;
+    info.loss_scale = t->scaler.scale;
+    info.backend = t->net.backend->name;
+    info.kernels = t->net.backend->kernels(t->net.self);
+    return info;
 }
 
 /* ---- the autopsy of a skipped step --------------------------------------------------------------
@@ -14072,9 +13966,7 @@ static void mpti_sha256_block(uint32_t h[8], const uint8_t p[64]) { /* section 6
     uint32_t w[64], x[8], t1, t2;
     int t;
 
-    for (t = 0; t < 16; t++)
-        w[t] = (uint32_t)p[4 * t] << 24 | (uint32_t)p[4 * t + 1] << 16 |
-               (uint32_t)p[4 * t + 2] << 8 | (uint32_t)p[4 * t + 3];
+    for (t = 0; t < 16; t++) w[t] = mpti_load_uint(p + 4 * t, 4, true);
     for (; t < 64; t++) {
         t1 = mpti_rotate_right(w[t - 2], 17) ^ mpti_rotate_right(w[t - 2], 19) ^ w[t - 2] >> 10;
         t2 = mpti_rotate_right(w[t - 15], 7) ^ mpti_rotate_right(w[t - 15], 18) ^ w[t - 15] >> 3;
@@ -14120,8 +14012,8 @@ static void mpti_sha256_finish(mpti_sha256 *s, char hex[65]) {
     uint8_t length[8];
     int i;
 
-    mpti_sha256_add(s, padding,
-                    (size_t)((119 - s->size % 64) % 64 + 1)); /* to 56 of the last block */
+    /* to byte 56 of the last block */
+    mpti_sha256_add(s, padding, (size_t)((119 - s->size % 64) % 64 + 1));
     for (i = 0; i < 8; i++) length[i] = (uint8_t)(bits >> (56 - 8 * i));
     mpti_sha256_add(s, length, sizeof length);
     for (i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", (unsigned)s->h[i]);
@@ -14151,8 +14043,7 @@ static mpt_result mpti_safetensors_host(mpt_error *err, const char *path) {
     if (!path) return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT, "a safetensors path is required");
     memcpy(&first, &one, 1);
     return first == 1 ? MPT_OK
-                      : MPTI_FAIL(err, MPT_ERR_UNSUPPORTED,
-                                  "%s: safetensors needs a little-endian machine", path);
+                      : MPTI_REFUSED(err, "%s: safetensors needs a little-endian machine", path);
 }
 
 /* What stands in front of the checksum in a file of our writer, and what it is. The CRC covers the
@@ -14187,15 +14078,14 @@ mpti_safetensors_fail(mpt_safetensors *s, const char *tensor, const char *format
     vsnprintf(cause, sizeof cause, format, args);
     va_end(args);
     if (!tensor)
-        return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA, "%s: safetensors header: %s",
-                         mpti_path_tail(s->path), cause);
-    return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA, "%s: tensor '%.80s': %s",
-                     mpti_path_tail(s->path), tensor, cause);
+        return MPTI_DAMAGED(&s->ctx->error, "%s: safetensors header: %s", mpti_path_tail(s->path),
+                            cause);
+    return MPTI_DAMAGED(&s->ctx->error, "%s: tensor '%.80s': %s", mpti_path_tail(s->path), tensor,
+                        cause);
 }
 
 static mpt_result mpti_safetensors_no_memory(mpt_safetensors *s) {
-    return MPTI_FAIL(&s->ctx->error, MPT_ERR_OUT_OF_MEMORY, "%s: no memory for its header",
-                     mpti_path_tail(s->path));
+    return MPTI_NO_MEMORY(&s->ctx->error, "%s: no memory for its header", mpti_path_tail(s->path));
 }
 
 static mpt_result mpti_safetensors_bad_json(mpt_safetensors *s, const mpti_json *j) {
@@ -14219,8 +14109,8 @@ static bool mpti_safetensors_string(mpti_json *j, const char **text) {
     return mpti_json_string(j, start, SIZE_MAX);
 }
 
-static bool mpti_safetensors_number(mpti_json *j,
-                                    uint64_t *out) { /* digits only, no sign, no 007 */
+/* Digits only, no sign, no 007. */
+static bool mpti_safetensors_number(mpti_json *j, uint64_t *out) {
     int64_t value = 0;
     int c = mpti_json_peek(j);
 
@@ -14239,9 +14129,8 @@ static mpt_result mpti_safetensors_shape(mpt_safetensors *s, mpti_json *j,
     for (info->count = 1, info->num_dims = 0; mpti_json_item(j); info->num_dims++) {
         if (!mpti_safetensors_number(j, &dim)) break;
         if (info->num_dims == MPT_SAFETENSORS_MAX_DIMS)
-            return MPTI_FAIL(&s->ctx->error, MPT_ERR_UNSUPPORTED,
-                             "%s: tensor '%.80s' has more than %d dimensions",
-                             mpti_path_tail(s->path), info->name, MPT_SAFETENSORS_MAX_DIMS);
+            return MPTI_REFUSED(&s->ctx->error, "%s: tensor '%.80s' has more than %d dimensions",
+                                mpti_path_tail(s->path), info->name, MPT_SAFETENSORS_MAX_DIMS);
         if (dim > 0 && info->count > (uint64_t)INT64_MAX / dim)
             return mpti_safetensors_fail(s, info->name, "its shape has too many elements");
         info->dims[info->num_dims] = (int64_t)dim;
@@ -14420,17 +14309,15 @@ static mpt_result mpti_safetensors_fetch(mpt_safetensors *s, void *dst, size_t s
     for (; rc == MPT_OK && size > 0; p += got, size -= got) {
         rc = mpti_file_read_some(&s->file, &s->ctx->error, p, size, &got);
         if (rc == MPT_OK && got == 0)
-            return MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA,
-                             "%s: it ends at byte %llu, %llu more were expected",
-                             mpti_path_tail(s->path), (unsigned long long)s->file.offset,
-                             (unsigned long long)size);
+            return MPTI_DAMAGED(&s->ctx->error, "%s: it ends at byte %llu, %llu more were expected",
+                                mpti_path_tail(s->path), (unsigned long long)s->file.offset,
+                                (unsigned long long)size);
     }
     return rc;
 }
 
 static mpt_result mpti_safetensors_load_header(mpt_safetensors *s) {
-    const size_t step =
-        1 << 20; /* memory for bytes that are there, not for bytes that are promised */
+    const size_t step = 1 << 20; /* memory for bytes that are there, not for promised ones */
     uint8_t head[8];
     uint64_t left;
     mpt_bytes text;
@@ -14482,8 +14369,7 @@ MPT_API mpt_result mpt_safetensors_open(mpt_ctx *ctx, const mpt_safetensors_desc
         s->ctx = ctx;
         s->header.allocator = s->metadata.allocator = s->tensors.allocator = a;
     }
-    if (!s || !s->path)
-        rc = MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a safetensors reader");
+    if (!s || !s->path) rc = MPTI_NO_MEMORY(&ctx->error, "no memory for a safetensors reader");
     if (rc == MPT_OK)
         rc = mpti_file_open(desc->io ? desc->io : mpt_io_files(), s->path, &ctx->error, &s->file);
     if (rc == MPT_OK) rc = mpti_safetensors_load_header(s);
@@ -14513,9 +14399,8 @@ MPT_API int64_t mpt_safetensors_count(const mpt_safetensors *s) {
 static const mpt_safetensors_info *mpti_safetensors_at(mpt_safetensors *s, int64_t index) {
     if (index >= 0 && index < (int64_t)s->num_tensors)
         return (const mpt_safetensors_info *)(const void *)s->tensors.data + index;
-    mpti_report(s->ctx, MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                  "%s: there is no tensor %lld of %lld", mpti_path_tail(s->path),
-                                  (long long)index, (long long)s->num_tensors));
+    MPTI_REPORT(s->ctx, MPT_ERR_INVALID_ARGUMENT, "%s: there is no tensor %lld of %lld",
+                mpti_path_tail(s->path), (long long)index, (long long)s->num_tensors);
     return NULL;
 }
 
@@ -14555,9 +14440,9 @@ static mpt_result mpti_safetensors_go(mpt_safetensors *s, uint64_t offset) {
     if (s->file.io->seek && s->file.offset != offset)
         return mpti_file_seek(&s->file, &s->ctx->error, offset);
     if (offset < s->file.offset)
-        return MPTI_FAIL(&s->ctx->error, MPT_ERR_UNSUPPORTED,
-                         "%s: this storage can't seek: read tensors in file order",
-                         mpti_path_tail(s->path));
+        return MPTI_REFUSED(&s->ctx->error,
+                            "%s: this storage can't seek: read tensors in file order",
+                            mpti_path_tail(s->path));
     while (rc == MPT_OK && s->file.offset < offset) {
         uint64_t left = offset - s->file.offset;
         rc = mpti_safetensors_fetch(s, skipped,
@@ -14573,11 +14458,9 @@ MPT_API mpt_result mpt_safetensors_read(mpt_safetensors *s, int64_t index, void 
 
     if (!info) return MPT_ERR_INVALID_ARGUMENT;
     if (bytes != info->bytes || (!dst && bytes > 0))
-        return mpti_report(s->ctx,
-                           MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                     "%s: tensor '%.80s' has %llu bytes, not %llu",
-                                     mpti_path_tail(s->path), info->name,
-                                     (unsigned long long)info->bytes, (unsigned long long)bytes));
+        return MPTI_REPORT(s->ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "%s: tensor '%.80s' has %llu bytes, not %llu", mpti_path_tail(s->path),
+                           info->name, (unsigned long long)info->bytes, (unsigned long long)bytes);
     rc = mpti_safetensors_go(s, info->offset);
     if (rc == MPT_OK) rc = mpti_safetensors_fetch(s, dst, bytes);
     return mpti_report(s->ctx, rc);
@@ -14611,16 +14494,16 @@ MPT_API mpt_result mpt_safetensors_verify(mpt_safetensors *s) {
 
     if (!s) return MPT_ERR_INVALID_ARGUMENT;
     if (!s->checksum[0])
-        return mpti_report(s->ctx, MPTI_FAIL(&s->ctx->error, MPT_ERR_INVALID_STATE,
-                                             "%s: it has no checksum", mpti_path_tail(s->path)));
+        return MPTI_REPORT(s->ctx, MPT_ERR_INVALID_STATE, "%s: it has no checksum",
+                           mpti_path_tail(s->path));
     block = (uint8_t *)mpti_alloc(&s->ctx->desc.allocator, capacity);
     rc = block ? mpti_safetensors_crc(s, block, capacity, &crc) : mpti_safetensors_no_memory(s);
     mpti_free(&s->ctx->desc.allocator, block, capacity);
     snprintf(digits, sizeof digits, "%08x", (unsigned)crc);
     if (rc == MPT_OK && strcmp(digits, s->checksum) != 0)
-        rc = MPTI_FAIL(&s->ctx->error, MPT_ERR_CORRUPT_DATA,
-                       "%s: its checksum is %s, its content has %s: the file is damaged",
-                       mpti_path_tail(s->path), s->checksum, digits);
+        rc = MPTI_DAMAGED(&s->ctx->error,
+                          "%s: its checksum is %s, its content has %s: the file is damaged",
+                          mpti_path_tail(s->path), s->checksum, digits);
     return mpti_report(s->ctx, rc);
 }
 
@@ -14647,8 +14530,7 @@ struct mpt_safetensors_writer {
 
 static mpt_result mpti_safetensors_writer_fail(mpt_safetensors_writer *w, mpt_result code,
                                                const char *what, const char *name) {
-    return mpti_report(w->ctx, MPTI_FAIL(&w->ctx->error, code, "%s: '%.80s' %s",
-                                         mpti_path_tail(w->output.path), name, what));
+    return MPTI_REPORT(w->ctx, code, "%s: '%.80s' %s", mpti_path_tail(w->output.path), name, what);
 }
 
 static void mpti_text_add(mpt_safetensors_writer *w, mpti_buffer *b, const char *text) {
@@ -14690,9 +14572,7 @@ MPT_API mpt_result mpt_safetensors_writer_open(mpt_ctx *ctx,
     rc = mpti_safetensors_host(&ctx->error, desc ? desc->path : NULL);
     if (rc) return mpti_report(ctx, rc);
     w = (mpt_safetensors_writer *)mpti_calloc(a, 1, sizeof *w);
-    if (!w)
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer"));
+    if (!w) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a writer");
     w->ctx = ctx;
     w->checksum = desc->checksum;
     w->metadata.allocator = w->tensors.allocator = w->header.allocator = a;
@@ -15112,7 +14992,7 @@ MPT_API mpt_result mpt_trainer_import(mpt_trainer *t, const mpt_io *io, const ch
 /* ---- checkpoints: everything that goes into the next step ---------------------------------------
    One safetensors file with a checksum over all of it. Flat rows as they are in memory: nothing is
    rounded or turned, so a run goes on bit for bit. */
-enum { MPTI_COUNTERS = 9 };
+enum { MPTI_COUNTERS = 11 };
 
 typedef struct mpti_checkpoint_row {
     const char *name;
@@ -15165,6 +15045,8 @@ static void mpti_checkpoint_counters(const mpt_trainer *t, int64_t c[MPTI_COUNTE
     c[6] = (int64_t)mpti_model_fingerprint(t->model);
     c[7] = (int64_t)t->desc.seed;
     c[8] = (int64_t)t->desc.optimizer.kind;
+    c[9] = (int64_t)t->batch_size * t->desc.accumulate_steps;
+    c[10] = t->desc.total_steps;
 }
 
 static mpt_result mpti_checkpoint_add(mpt_safetensors_writer *w, const char *name, mpt_dtype dtype,
@@ -15280,6 +15162,24 @@ static mpt_result mpti_checkpoint_check_counters(mpt_trainer *t, mpt_safetensors
     return MPT_OK;
 }
 
+/* Both are the caller's right, and often a slip. */
+static void mpti_checkpoint_warn(const mpt_trainer *t, const char *path, const int64_t *c) {
+    int64_t records = (int64_t)t->batch_size * t->desc.accumulate_steps;
+    char text[320];
+
+    if (c[9] != records) {
+        snprintf(text, sizeof text,
+                 "%s: it was trained with %lld records a step, this run takes %lld",
+                 mpti_path_tail(path), (long long)c[9], (long long)records);
+        mpti_log(t->ctx, MPT_LOG_WARNING, text);
+    }
+    if (c[10] != t->desc.total_steps) {
+        snprintf(text, sizeof text, "%s: its schedule ran to step %lld, this one runs to %lld",
+                 mpti_path_tail(path), (long long)c[10], (long long)t->desc.total_steps);
+        mpti_log(t->ctx, MPT_LOG_WARNING, text);
+    }
+}
+
 /* All is looked at before anything changes: then only storage can still fail. */
 static mpt_result mpti_checkpoint_apply(mpt_trainer *t, mpt_safetensors *s, mpt_loader *data,
                                         const char *path) {
@@ -15308,6 +15208,7 @@ static mpt_result mpti_checkpoint_apply(mpt_trainer *t, mpt_safetensors *s, mpt_
             rc = mpt_safetensors_read(s, at[i], rows[i].data,
                                       sizeof(float) * (size_t)rows[i].count);
     if (rc) return rc;
+    mpti_checkpoint_warn(t, path, c);
     t->scaler = scaler;
     t->step = c[0];
     mpti_optimizer_resume(&t->optimizer, c[1]);

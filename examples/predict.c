@@ -2,6 +2,7 @@
 
    A program on mptrain's public interface only. Its parts, in reading order:
        common/cli.h         flags, JSON
+       common/network.h     networks described in text
        predict/network.h    which network a file of weights is of
        predict/draw.h       pictures as characters
        predict/show.h       predictions as text or JSON
@@ -11,7 +12,8 @@
 
 #include "predict/show.h"
 
-/* ---- batches: both kinds of input go through a loader, so a picture is fitted as in training -- */
+/* ---- batches ------------------------------------------------------------------------------------
+   Both kinds of input go through a loader, so a picture is fitted as in training. */
 static mpt_loader_desc predict_loader_desc(const predict_options *o, const predict_network *n) {
     mpt_loader_desc d;
     int c;

@@ -2,10 +2,11 @@
 
    A program on mptrain's public interface only. Its parts, in reading order:
        common/cli.h         flags, progress line, JSON
+       common/network.h     networks described in text
        train/options.h      the options, what contradicts what, how they become descs
        train/log.h          lines of text or JSON, the live line
        train/data.h         what the records say, the two loaders
-       train/network.h      a network by name, or by a description FILE.txt
+       train/network.h      a network by name, or described in FILE.txt
        train/files.h        files that appear whole or not at all
        train/checkpoint.h   a directory of checkpoints: write, keep, go on
        train/run.h          steps, epochs, evaluation
@@ -160,7 +161,7 @@ static int train_prepare(train_run *r) {
 /* What a run leaves, also one that a signal ended: `code` is what came of it so far. */
 static int train_finish(train_run *r, int code) {
     char hash[65], time[24];
-    int64_t steps = mpt_trainer_steps(r->trainer);
+    int64_t steps = mpt_trainer_get_info(r->trainer).steps;
     bool ok = !r->unsaved;
 
     if (mpt_trainer_sha256(r->trainer, hash)) return log_fail_call(&r->log, r->ctx);

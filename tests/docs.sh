@@ -30,25 +30,44 @@ block() {
         /^```/ { other = 1 }' README.md
 }
 
-# The first block is a session: a command behind "$ ", what it prints below it.
-check_session() {
-    local command expected
-    command=$(block '```' 1 | sed -n 's/^\$ build\///p')
-    expected=$(block '```' 1 | sed '1,/^\$ build\//d')
-    # shellcheck disable=SC2086
-    same "README's session shows what tfrecord prints" "$expected" \
-        "$([ -n "$command" ] && "$programs"/$command 2>&1)"
+# Forty small pictures in ten classes, as `make demo` names its files.
+make_small_data() {
+    local pictures=(tests/data/images/{adam7,plain}-*.png) class i
+    for class in 0 1 2 3 4 5 6 7 8 9; do
+        mkdir -p "$work/pictures/$class"
+        for i in 0 1 2 3; do
+            cp "${pictures[(class + i) % ${#pictures[@]}]}" "$work/pictures/$class/$i.png"
+        done
+    done
+    mkdir -p "$work/output/data"
+    for name in train test; do
+        "$programs/tfrecord" from-folder "$work/pictures" "$work/output/data/$name@2"
+    done
 }
 
-# The C program, built by the line below it, in a directory that holds nothing but the header.
+# The C program is the lesson, built by the line below it, in a directory that holds nothing but the
+# header, and run by the rest of that line.
 check_program() {
-    local build
-    build=$(block '```' 2 | sed 's/ && .*//')
+    local line build run
+    line=$(block '```' 3)
+    build=${line%% && *} run=${line#* && }
     cp mptrain.h "$work"
     block '```c' 1 >"$work/app.c"
+    same "README's program is examples/04_train.c" "$(sed -n '/^#define/,$p' examples/04_train.c)" \
+        "$(cat "$work/app.c")"
     same "README's program compiles: $build" "" "$(cd "$work" && ${build/#cc/$CC} 2>&1)"
-    same "README's program counts records" "37 records" \
-        "$("$work/a.out" tests/data/imagenet-00000-of-00004 2>&1)"
+    same "README's program trains" "epoch 1 epoch 2 epoch 3 epoch 4 w.safetensors" "$(
+        cd "$work" && { eval "$run" 2>&1 | sed 's/:.*of 40 right.*//'; ls w.safetensors; } |
+            tr '\n' ' ' | sed 's/ $//')"
+}
+
+# The command behind "$ build/train", for one step.
+check_train() {
+    local command
+    command=$(block '```' 2 | sed -n 's/^\$ build\///p')
+    same "README's command trains" "1 step in all" "$(
+        cd "$work" && eval "'$OLDPWD/$programs'/$command --steps 1" 2>&1 |
+            grep -o '^[0-9]* step in all')"
 }
 
 # The line "build: cc ... -o NAME ..." in each lesson, quick, and NAME elsewhere.
@@ -74,4 +93,5 @@ check_clean() {
     same "make clean removes BUILD if it is one" "theirs" "$(cd "$work" && ls -d ours theirs 2>&-)"
 }
 
-run_checks check_session check_program check_lessons check_clean
+make_small_data >/dev/null || echo "docs: no data to train on" >&2
+run_checks check_program check_train check_lessons check_clean

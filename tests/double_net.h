@@ -1,15 +1,15 @@
-/* double_net.h - a model's forward and backward pass once more, in double precision, one plain loop a
-   layer: what the trainer's FP32 and 16-bit gradients are compared with
+/* double_net.h - a model's forward and backward pass once more, in double precision, one plain loop
+   a layer: what the trainer's FP32 and 16-bit gradients are compared with
 
        double_net net = double_net_open(trainer);     takes the trainer's weights
        double_net_forward(&net, &batch, NULL);        net.loss: mean over the records
        double_net_backward(&net);                     net.grads: (num_params)
        double_net_close(&net);
 
-   A ReLU whose input is nearly 0 is open or shut by chance of rounding, and all behind it depends on
-   that; a max pool chooses between near equals likewise. double_net_forward(&net, &batch, trainer)
-   chooses as the trainer did in its last forward pass, counts where that differs from its own
-   choice, and keeps the largest distance from a tie among these. */
+   A ReLU whose input is nearly 0 is open or shut by chance of rounding, and all behind it depends
+   on that; a max pool chooses between near equals likewise. double_net_forward(&net, &batch,
+   trainer) chooses as the trainer did in its last forward pass, counts where that differs from its
+   own choice, and keeps the largest distance from a tie among these. */
 #ifndef DOUBLE_NET_H
 #define DOUBLE_NET_H
 

@@ -25,8 +25,8 @@ static inline void fresh_directory(void) {
     CHECK(mkdir(work_file(""), 0700) == 0);
 }
 
-/* Runs a line of shell in the working directory, where $T is the program tfrecord, $B is bench and
-   $P predict; gives its exit code. */
+/* Runs a line of shell in the working directory, where $T is the program tfrecord, $B is bench, $P
+   predict and $D the folder of all programs; gives its exit code. */
 __attribute__((format(printf, 1, 2))) static inline int run(const char *format, ...) {
     char line[3000], command[4200], build[1024];
     size_t size;

@@ -3,6 +3,7 @@
 #
 #   tests/setup.sh build            what `make` needs: looks only, and names what is missing
 #   tests/setup.sh test             what `make test` needs
+#   tests/setup.sh demo             what `make demo` needs: its pictures too
 #   tests/setup.sh asan ubsan tsan  compilers whose sanitizers run
 #
 # Whether a thing is there is found out by using it: a program is looked up, a header is compiled.
@@ -98,6 +99,11 @@ want_libraries() {
     want libstb-dev "stb_image.h" has_stb_image
 }
 
+want_pictures() {
+    want dataset-fashion-mnist "Fashion-MNIST" \
+        test -s /usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz
+}
+
 want_tools() {
     want make "make" command -v make
     want g++ "g++" command -v g++
@@ -113,6 +119,11 @@ for need in "$@"; do
     test)
         want_libraries
         want_tools
+        ;;
+    demo)
+        want make "make" command -v make
+        want_libraries
+        want_pictures
         ;;
     asan | ubsan | tsan)
         want_libraries

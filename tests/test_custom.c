@@ -1,5 +1,5 @@
-/* test_custom.c - >>layers: layers of the user's own. They see FP32 and only the records that count,
-   in every precision; they are planned, initialised, saved and exported like the rest */
+/* test_custom.c - >>layers: layers of the user's own. They see FP32 and only the records that
+   count, in every precision; they are planned, initialised, saved and exported like the rest */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
 

@@ -1,5 +1,6 @@
-/* test_gradients.c - >>layers, >>train: the gradient that mpt_trainer_accumulate leaves, of every kind
-   of layer and of whole graphs, against double precision, which is held against finite differences */
+/* test_gradients.c - >>layers, >>train: the gradient that mpt_trainer_accumulate leaves, of every
+   kind of layer and of whole graphs, against double precision, which is held against finite
+   differences */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
 
@@ -57,6 +58,15 @@ static int residual_of_the_picture_net(mpt_model *m) {
     int y = mpt_batchnorm(m, conv(m, MPT_INPUT, 3, 3, 1, 1), NULL);
     return logits_of(m, mpt_relu(m, mpt_add(m, y, MPT_INPUT)));
 }
+static int residual_of_the_normed_net(mpt_model *m) { /* x has two readers: not fused */
+    int x = conv(m, MPT_INPUT, 6, 3, 1, 1);
+    return logits_of(m, mpt_relu(m, mpt_add(m, mpt_batchnorm(m, x, NULL), x)));
+}
+static int residual_with_more_readers_net(mpt_model *m) { /* both sides have gradients before */
+    int x = conv(m, MPT_INPUT, 6, 3, 1, 1), y = mpt_relu(m, conv(m, MPT_INPUT, 6, 3, 1, 1));
+    int z = mpt_relu(m, mpt_add(m, mpt_batchnorm(m, x, NULL), y));
+    return logits_of(m, mpt_add(m, mpt_add(m, z, x), y));
+}
 static int add_net(mpt_model *m) {
     int x = conv(m, MPT_INPUT, 4, 3, 1, 1);
     return logits_of(m, mpt_add(m, mpt_add(m, x, conv(m, x, 4, 3, 1, 1)), x));
@@ -113,6 +123,8 @@ static const named_net nets[] = {
     {"batch norm of a dense layer", batchnorm_1x1_net, 0},
     {"batch norm, add, relu", residual_net, 0},
     {"batch norm, add of the picture, relu", residual_of_the_picture_net, 0},
+    {"batch norm, add of what was normed, relu", residual_of_the_normed_net, 0},
+    {"batch norm, add, relu, all read again", residual_with_more_readers_net, 0},
     {"add", add_net, 0},
     {"add of a value to itself", add_of_the_same_net, 0},
     {"max pool", max_pool_net, 0},
@@ -257,10 +269,14 @@ MPT_TEST(fp32_gradients_in_every_family) {
                 CHECK_EQ_STR(families[f], "avx2");
 }
 
-/* Values between layers are rounded to 2^-11 of themselves; some of the errors add up. */
+/* Values between layers are rounded to 2^-11 of themselves; some of the errors add up. FP16_CAST
+   rounds what convolutions and dense layers multiply, and what they give. */
 MPT_TEST(fp16_gradients) {
-    int i;
-    for (i = 0; i < COUNT(nets); i++) check_net(&nets[i], NULL, MPT_PRECISION_FP16, 1e-2);
+    static const mpt_precision precisions[] = {MPT_PRECISION_FP16, MPT_PRECISION_FP16_CAST,
+                                               MPT_PRECISION_FP16_PURE};
+    int i, k;
+    for (k = 0; k < COUNT(precisions); k++)
+        for (i = 0; i < COUNT(nets); i++) check_net(&nets[i], NULL, precisions[k], 1e-2);
 }
 
 MPT_TEST(bf16_gradients) { /* eight times as coarse */
@@ -320,7 +336,7 @@ MPT_TEST(random_graphs_against_double_precision) {
     }
 }
 
-/* Gradients share places. With a place for each of its own, and NaN in all before, the same bits. */
+/* Gradients share places. With a place of its own for each, NaN in all before, the same bits. */
 static void give_each_gradient_a_place(mpt_trainer *t) {
     mpti_layout *l = &t->net.layout;
     mpt_arena_desc d;

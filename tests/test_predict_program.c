@@ -271,8 +271,35 @@ MPT_TEST(the_file_tells_its_network) {
     CHECK(!strstr(run_out, "ant"));
 }
 
+/* What train exports is enough, for a network by name and for one that was described; and both
+   programs count the same. */
+MPT_TEST(what_train_exports_needs_no_options) {
+    static const char *const archs[] = {"mlp", "net.txt"};
+    double expected;
+    int i;
+
+    fresh_directory();
+    write_pictures("data-00000-of-00001", RECORDS, -1);
+    write_text("data-classes.txt", "ant\nbee\ncat\ndog\nelk\nfox\ngnu\n");
+    write_text("net.txt", "conv 8 kernel 3\nbatchnorm\nrelu\nglobalavgpool\ndense classes\n");
+    for (i = 0; i < 2; i++) {
+        CHECK_RUNS(
+            "$D/train --data data@1 --val-data data@1 -a %s --image-size 12 -b 5 --epochs 2 "
+            "--augment none --precision fp32 --report r --export w.safetensors >/dev/null && cat r",
+            archs[i]);
+        expected = json_number(run_out, "val_accuracy");
+        CHECK_RUNS("$P -w w.safetensors --data data@1 --json | tail -n 1");
+        CHECK_NEAR(json_number(run_out, "accuracy"), expected, 1e-9);
+        CHECK_RUNS("$P -w w.safetensors 0.bmp");
+        CHECK_CONTAINS(run_out, "gnu ");
+    }
+    /* options win */
+    CHECK_RUNS("$P -w w.safetensors --arch resnet20 --data data@1 >/dev/null; test $? = 1");
+}
+
 MPT_TEST(metadata_that_can_not_be) {
     static const char *const cases[][3] = {
+        {"mptrain.description", "conv 3\nswish", "told:2: 'swish' is no layer"},
         {"mptrain.arch", "vgg16", "the network 'vgg16', which is none of lenet|"},
         {"mptrain.image_size", "12px", "'12px': no whole number from 1 to 4096"},
         {"mptrain.image_size", "0", "'0': no whole number"},
@@ -302,6 +329,7 @@ MPT_TEST(metadata_that_can_not_be) {
         int n = 4;
         memcpy(changed, pairs, sizeof changed);
         for (k = 0; k < 4 && strcmp(pairs[k][0], cases[i][0]) != 0; k++) continue;
+        if (!strcmp(cases[i][0], "mptrain.description")) k = 0; /* instead of a name */
         changed[k][0] = cases[i][0];
         changed[k][1] = cases[i][1];
         if (k == 4) n = 5;
@@ -395,6 +423,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(records_and_pictures_as_the_library_has_them),
     MPT_TEST_CASE(text_names_limits_and_scores),
     MPT_TEST_CASE(the_file_tells_its_network),
+    MPT_TEST_CASE(what_train_exports_needs_no_options),
     MPT_TEST_CASE(metadata_that_can_not_be),
     MPT_TEST_CASE(what_is_missing_is_named),
     MPT_TEST_CASE(a_bad_picture_stops_no_other),

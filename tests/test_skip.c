@@ -1,5 +1,5 @@
-/* test_skip.c - >>scaler, >>train: steps whose gradients are not finite change nothing, are counted,
-   and can be explained; what 16-bit weights lose and masters keep
+/* test_skip.c - >>scaler, >>train: steps whose gradients are not finite change nothing, are
+   counted, and can be explained; what 16-bit weights lose and masters keep
    Cases O-30 to O-36 and O-41, through whole steps of a trainer */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
@@ -59,7 +59,7 @@ static rig_desc desc_of(net_fn net, mpt_precision precision) {
 /* One more step, which has to be skipped and to leave everything as it was. */
 static mpt_step_report skip_once(bench *b) {
     mpt_trainer *t = b->r.trainer;
-    const int64_t steps = mpt_trainer_steps(t), applied = t->optimizer.applied_steps;
+    const int64_t steps = mpt_trainer_get_info(t).steps, applied = t->optimizer.applied_steps;
     const int64_t skipped = t->scaler.num_skipped;
     snapshot before = snapshot_take(t);
     mpt_step_report r = step_of(t, &b->b);
@@ -221,7 +221,6 @@ static void check_stuck(float min_scale, int stop_after) {
     CHECK_NEAR(b.r.trainer->scaler.scale, min_scale, 0);
     CHECK_NEAR(r.loss_scale, min_scale, 0);
     CHECK_CONTAINS(mpt_last_error(b.r.ctx)->message, "gradient of conv2d0, element 0");
-    CHECK_CONTAINS(mpt_last_error(b.r.ctx)->message, "mpt_trainer_autopsy");
     snapshot_check(&before, b.r.trainer);
     b.p.x[7 * 192] = 0;
     CHECK(!step_of(b.r.trainer, &b.b).skipped); /* once the cause is gone it goes on */
@@ -509,7 +508,7 @@ MPT_TEST(autopsy_names_the_layer_of_a_bad_weight) {
     bench_close(&b);
 }
 
-/* A scale that is too large: the autopsy's largest_scale fits, and the next power of two doesn't. */
+/* A scale that is too large: the autopsy's largest_scale fits, the next power of two doesn't. */
 MPT_TEST(autopsy_tells_the_largest_scale_that_fits) {
     rig_desc d = desc_of(small_net, MPT_PRECISION_FP16);
     mpt_overflow o;

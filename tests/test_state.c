@@ -1,5 +1,5 @@
-/* test_state.c - >>state: checkpoints go on bit for bit, damaged ones are refused and change nothing;
-   export and import; and every allocation on the way may fail
+/* test_state.c - >>state: checkpoints go on bit for bit, damaged ones are refused and change
+   nothing; export and import; and every allocation on the way may fail
    Cases O-47 (flipped bytes, cut files), O-49 */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
@@ -101,7 +101,7 @@ static void check_goes_on(mpt_optimizer_kind kind, mpt_precision precision, int 
     part = run_open(d, 3);
     run_steps(&part, 2); /* whatever it was before */
     CHECK_OK(part.r.ctx, mpt_trainer_load(part.r.trainer, part.loader, NULL, path));
-    CHECK_EQ_INT(mpt_trainer_steps(part.r.trainer), first);
+    CHECK_EQ_INT(mpt_trainer_get_info(part.r.trainer).steps, first);
     run_steps(&part, 11 - first);
     check_same_counters(part.r.trainer, whole.r.trainer);
     if (whole.r.trainer->scaler.desc.mode == MPT_LOSS_SCALE_DYNAMIC)
@@ -146,7 +146,7 @@ MPT_TEST(the_same_state_gives_the_same_file) {
     pictures_free(&p);
 }
 
-/* ---- what is refused -------------------------------------------------------------------------- */
+/* ---- what is refused ------------------------------------------------------------------------- */
 
 /* The trainer and the loader are as they were. */
 static void check_load_refused(run *x, mpt_loader *data, const char *path, mpt_result expected,
@@ -355,7 +355,7 @@ MPT_TEST(no_flipped_byte_and_no_cut_is_accepted) {
     pictures_free(&p);
 }
 
-/* ---- hostile checkpoints: checksums are right, numbers are not -------------------------------- */
+/* ---- hostile checkpoints: checksums are right, numbers are not ------------------------------- */
 
 /* Copies a checkpoint with other counters; drop: the tensor left out. */
 static void forge(mpt_ctx *ctx, const char *from, const char *to, int counter, int64_t value,
@@ -528,7 +528,7 @@ MPT_TEST(what_is_exported_comes_back) {
         CHECK_EQ_STR(imported.hex, exported.hex);
         CHECK_OK(r.ctx, mpt_predict(r.trainer, &b, after)); /* the 16-bit copy has followed */
         CHECK_EQ_MEM(after, before, sizeof before);
-        CHECK_EQ_INT(mpt_trainer_steps(r.trainer), 0);
+        CHECK_EQ_INT(mpt_trainer_get_info(r.trainer).steps, 0);
         rig_close(&r);
         pictures_free(&p);
     }
@@ -628,7 +628,49 @@ MPT_TEST(imports_that_do_not_fit_are_refused_by_tensor) {
     rig_close(&r);
 }
 
-/* ---- errors are logged once ------------------------------------------------------------------ */
+/* ---- what is logged -------------------------------------------------------------------------- */
+typedef struct warnings {
+    int count;
+    char last[512];
+} warnings;
+
+static void keep_warning(int level, const char *message, void *user) {
+    warnings *w = (warnings *)user;
+    if (level != MPT_LOG_WARNING) return;
+    w->count++;
+    snprintf(w->last, sizeof w->last, "%s", message);
+}
+
+/* Another batch size or schedule is the caller's right, and often a slip. */
+MPT_TEST(another_batch_or_schedule_is_warned_of) {
+    static const int changes[][3] = {{4, 1, 100}, {2, 2, 100}, {4, 2, 100}, {4, 1, 90}, {8, 1, 50}};
+    static const int expected[] = {0, 0, 1, 1, 2};
+    static const char *const says[] = {"", "", "4 records a step, this run takes 8",
+                                       "ran to step 100, this one runs to 90", "50"};
+    rig_desc d = tiny_desc();
+    warnings w;
+    rig r;
+    int i;
+    d.trainer.total_steps = 100;
+    d.trainer.schedule.kind = MPT_SCHEDULE_COSINE;
+    r = rig_open(&d);
+    CHECK_OK(r.ctx, mpt_trainer_save(r.trainer, NULL, NULL, mpt_test_tmpfile("warned.state")));
+    rig_close(&r);
+    for (i = 0; i < COUNT(changes); i++) {
+        d.batch_size = changes[i][0];
+        d.trainer.accumulate_steps = changes[i][1];
+        d.trainer.total_steps = changes[i][2];
+        r = rig_open(&d);
+        memset(&w, 0, sizeof w);
+        r.ctx->desc.logger.log = keep_warning;
+        r.ctx->desc.logger.user = &w;
+        CHECK_OK(r.ctx, mpt_trainer_load(r.trainer, NULL, NULL, mpt_test_tmpfile("warned.state")));
+        CHECK_EQ_INT(w.count, expected[i]);
+        CHECK_CONTAINS(w.last, says[i]);
+        rig_close(&r);
+    }
+}
+
 static void count_line(int level, const char *message, void *user) {
     if (level == MPT_LOG_ERROR && message[0]) ++*(int *)user;
 }
@@ -667,7 +709,7 @@ MPT_TEST(each_error_is_logged_once) {
 
 /* ---- no memory ------------------------------------------------------------------------------- */
 
-/* All that a program does, each call once; returns the result of the first that fails, and which. */
+/* All that a program does. Returns the result of the first call that fails, which is *where. */
 static mpt_result whole_life(const rig_desc *d, rig *r, mpt_loader **loader, const arrays *a,
                              const char **where) {
     mpt_loader_desc ld = arrays_desc(d, a, 1);
@@ -791,6 +833,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(exports_have_the_layout_of_pytorch),
     MPT_TEST_CASE(what_is_exported_comes_back),
     MPT_TEST_CASE(imports_that_do_not_fit_are_refused_by_tensor),
+    MPT_TEST_CASE(another_batch_or_schedule_is_warned_of),
     MPT_TEST_CASE(each_error_is_logged_once),
     MPT_TEST_CASE(every_allocation_may_fail),
     MPT_TEST_CASE(after_a_failure_the_trainer_goes_on),

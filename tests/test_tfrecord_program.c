@@ -755,6 +755,8 @@ MPT_TEST(nothing_is_replaced_unasked) {
     CHECK_FAILS(1, "exists already", "$T merge d@2 first");
     CHECK_FAILS(1, "exists already", "$T recompress first d-00000-of-00002 -c none");
     CHECK_FAILS(1, "is a directory", "$T merge d@2 .");
+    CHECK_FAILS(1, "pipe: is a device or a pipe",
+                "mkfifo pipe; $T merge --force d@2 pipe; s=$?; rm pipe; exit $s");
     CHECK_FAILS(1, "nowhere", "$T from-idx images labels nowhere/d@3");
     CHECK_FAILS(1, "nowhere", "$T merge d@2 nowhere/d");
     /* a failure of --force leaves the old set whole */

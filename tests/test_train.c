@@ -90,6 +90,59 @@ MPT_TEST(wrong_descs_are_refused_by_field) {
     check_refused(&d, "keep_batchnorm_fp32");
 }
 
+MPT_TEST(info_tells_what_runs) {
+    static const char *const families[] = {"definition", "plain", "avx2"};
+    int i;
+    for (i = 0; i < COUNT(families); i++) {
+        rig_desc d = rig_small(small_net, 4);
+        pictures p = pictures_make(&d, 4, 1);
+        mpt_batch b = pictures_batch(&p, 0, 4);
+        mpt_trainer_info info;
+        rig r;
+        d.family = families[i];
+        d.trainer.precision = MPT_PRECISION_FP16;
+        d.trainer.loss_scaler.init_scale = 32;
+        r = rig_open(&d);
+        if (r.trainer) {
+            step_of(r.trainer, &b);
+            p.x[0] = mpti_f32_from_bits(0x7fc00000);
+            step_of(r.trainer, &b);
+            info = mpt_trainer_get_info(r.trainer);
+            CHECK(info.steps == 2 && info.applied_steps == 1 && info.loss_scale == 16);
+            CHECK_EQ_STR(info.backend, "cpu");
+            CHECK_EQ_STR(info.kernels, families[i]);
+            rig_close(&r);
+        }
+        pictures_free(&p);
+    }
+}
+
+/* One number a picture, one class, one record. */
+static int smallest_net(mpt_model *m) {
+    return mpt_dense(m, mpt_batchnorm(m, MPT_INPUT, NULL), 1);
+}
+
+MPT_TEST(the_smallest_of_everything) {
+    int precision;
+    for (precision = MPT_PRECISION_FP32; precision <= MPT_PRECISION_BF16; precision++) {
+        rig_desc d = rig_small(smallest_net, 1);
+        pictures p;
+        mpt_batch b;
+        mpt_step_report report;
+        rig r;
+        d.height = d.width = d.channels = d.classes = 1;
+        d.trainer.precision = (mpt_precision)precision;
+        p = pictures_make(&d, 1, 1);
+        b = pictures_batch(&p, 0, 1);
+        r = rig_open(&d);
+        report = step_of(r.trainer, &b);
+        CHECK(!report.skipped && report.loss == 0 && report.grad_norm == 0);
+        CHECK(report.num_correct == 1 && report.num_correct_top5 == 1);
+        rig_close(&r);
+        pictures_free(&p);
+    }
+}
+
 /* ---- initial weights ------------------------------------------------------------------------- */
 static int wide_net(mpt_model *m) {
     mpt_batchnorm_desc zero_gamma = {0, 0, 1};
@@ -186,7 +239,7 @@ static void check_batch_refused(rig *r, const mpt_batch *b, mpt_result expected,
     mpt_step_report report;
     CHECK_RESULT(r->ctx, mpt_trainer_step(r->trainer, b, &report), expected);
     CHECK_CONTAINS(mpt_last_error(r->ctx)->message, says);
-    CHECK_EQ_INT(mpt_trainer_steps(r->trainer), 0);
+    CHECK_EQ_INT(mpt_trainer_get_info(r->trainer).steps, 0);
     snapshot_check(&before, r->trainer);
 }
 
@@ -265,7 +318,7 @@ MPT_TEST(a_step_of_nothing_is_refused) {
     CHECK_EQ_INT(mpt_trainer_step(NULL, &b, &report), MPT_ERR_INVALID_ARGUMENT);
     CHECK_EQ_INT(mpt_trainer_step(r.trainer, NULL, &report), MPT_ERR_INVALID_ARGUMENT);
     CHECK_EQ_INT(mpt_trainer_step(r.trainer, &b, NULL), MPT_ERR_INVALID_ARGUMENT);
-    CHECK_EQ_INT(mpt_trainer_steps(NULL), 0);
+    CHECK_EQ_INT(mpt_trainer_get_info(NULL).steps, 0);
     mpt_trainer_destroy(NULL);
     pictures_free(&p);
     rig_close(&r);
@@ -296,7 +349,7 @@ MPT_TEST(reports_tell_what_happened) {
         CHECK_NEAR(report.learning_rate, 0.1 * i, 1e-6); /* O-43: warm-up ends at the full rate */
         CHECK_NEAR(report.loss_scale, 1, 0);
         CHECK(report.grad_norm > 0 && report.seconds >= 0 && !report.skipped);
-        CHECK_EQ_INT(mpt_trainer_steps(r.trainer), i);
+        CHECK_EQ_INT(mpt_trainer_get_info(r.trainer).steps, i);
         CHECK_OK(r.ctx, mpt_trainer_sync(r.trainer, &again));
         CHECK_EQ_MEM(&again, &report, sizeof report);
     }
@@ -398,7 +451,7 @@ MPT_TEST(accumulation_is_one_large_batch) {
     pictures_free(&p);
 }
 
-/* Two of four lanes only, and lanes that aren't full: the mean is over the records that are there. */
+/* Lanes that aren't full, and four lanes of 32: the mean is over the records that are there. */
 MPT_TEST(a_partial_window_divides_by_its_true_count) {
     static const int32_t valid[4] = {8, 3, 0, 1};
     rig_desc d = rig_small(plain_net, 12), w;
@@ -472,26 +525,33 @@ MPT_TEST(a_lane_without_records_changes_no_bit) {
 }
 
 /* Statistics of lanes of 4 and 2 records: running = 0.9 before + 0.1 (4 a + 2 b) / 6, with a and b
-   from steps on each lane alone. */
+   from steps on these records alone. */
 MPT_TEST(batch_norm_statistics_are_weighted_by_records) {
     static const int32_t valid[2] = {4, 2};
     rig_desc d = rig_small(small_net, 4);
     pictures p = pictures_make(&d, 8, 1);
-    rig r[3];
+    mpt_batch b = pictures_lanes(&p, 0, 2, 4, valid);
+    rig both, alone[2];
     int64_t i;
     int k;
-    for (k = 0; k < 3; k++) {
-        mpt_batch b = k < 2 ? pictures_lanes(&p, 4 * k, 1, 4, &valid[k])
-                            : pictures_lanes(&p, 0, 2, 4, valid);
-        d.trainer.accumulate_steps = k < 2 ? 1 : 2;
-        r[k] = rig_open(&d);
-        step_of(r[k].trainer, &b);
+    for (k = 0; k < 2; k++) {
+        mpt_batch lane = pictures_batch(&p, 4 * k, valid[k]);
+        d.batch_size = valid[k];
+        alone[k] = rig_open(&d);
+        step_of(alone[k].trainer, &lane);
     }
-    for (i = 0; i < r[2].model->num_stats; i++) {
-        const double a = r[0].trainer->running[i], b = r[1].trainer->running[i];
-        CHECK_NEAR(r[2].trainer->running[i], (4 * a + 2 * b) / 6, 1e-6);
-    }
-    for (k = 0; k < 3; k++) rig_close(&r[k]);
+    d.batch_size = 4;
+    d.trainer.accumulate_steps = 2;
+    both = rig_open(&d);
+    step_of(both.trainer, &b);
+    for (i = 0; i < both.model->num_stats; i++)
+        CHECK_NEAR(both.trainer->running[i],
+                   (4 * (double)alone[0].trainer->running[i] +
+                    2 * (double)alone[1].trainer->running[i]) /
+                       6,
+                   1e-6);
+    for (k = 0; k < 2; k++) rig_close(&alone[k]);
+    rig_close(&both);
     pictures_free(&p);
 }
 
@@ -837,6 +897,8 @@ MPT_TEST(the_plan_is_what_is_allocated_and_steps_allocate_nothing) {
 static const mpt_test_case tests[] = {
     MPT_TEST_CASE(defaults_are_resolved),
     MPT_TEST_CASE(wrong_descs_are_refused_by_field),
+    MPT_TEST_CASE(info_tells_what_runs),
+    MPT_TEST_CASE(the_smallest_of_everything),
     MPT_TEST_CASE(initial_weights_have_the_promised_distributions),
     MPT_TEST_CASE(seeds_decide_initial_weights),
     MPT_TEST_CASE(hash_is_of_parameters_then_statistics),

@@ -324,6 +324,7 @@ MPT_TEST(what_can_fail_before_the_first_step_does) {
     } cases[] = {
         {"--report no/r.json", "--report: no/r.json"},
         {"--report .", "--report: .: it is a directory"},
+        {"--report t.pipe", "--report: t.pipe: it is a device or a pipe"},
         {"--export no/w.safetensors", "--export: no/w.safetensors"},
         {"--checkpoint-dir train-00000-of-00003/c", "--checkpoint-dir"},
         {"--checkpoint-dir train-00000-of-00003", "is no directory"},
@@ -338,6 +339,7 @@ MPT_TEST(what_can_fail_before_the_first_step_does) {
     size_t i;
 
     fresh_data();
+    CHECK_RUNS("mkfifo t.pipe");
     for (i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         CHECK_FAILS(1, cases[i].needle, MLP "%s", cases[i].options);
         CHECK_EQ_INT(times_printed("  step "), 0);

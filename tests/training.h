@@ -1,5 +1,5 @@
-/* training.h - what the tests of models and trainers share: a trainer with all around it, batches of
-   random pictures, snapshots of what was learned
+/* training.h - what the tests of models and trainers share: a trainer with all around it, batches
+   of random pictures, snapshots of what was learned
 
        rig_desc d = rig_small(small_net, 4);          a net, 4 records a lane
        rig r = rig_open(&d);

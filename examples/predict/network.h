@@ -5,12 +5,12 @@
        mptrain.arch          resnet20, ...        mptrain.mean, mptrain.std   0.5 or 0.48,0.46,0.41
        mptrain.image_size    32                   mptrain.classes             one name a line
        mptrain.channels      1 or 3
-       mptrain.num_classes   10 */
+       mptrain.num_classes   10
+       mptrain.description   the layers of a network that has no name: common/network.h */
 #ifndef PREDICT_NETWORK_H
 #define PREDICT_NETWORK_H
 
-#include "common/cli.h"
-#include "mptrain.h"
+#include "common/network.h"
 
 #define PREDICT_ARCHS "lenet|mlp|resnet20|resnet32|resnet56|resnet18|resnet34|resnet50"
 #define PREDICT_PRECISIONS "fp32|fp16|bf16"
@@ -33,7 +33,8 @@ typedef struct predict_network {
     mpt_ctx *ctx;
     mpt_model *model;
     mpt_trainer *trainer;
-    char arch[16];
+    char arch[16];     /* "": described */
+    char *description; /* NULL: by name */
     int size, channels, num_classes, batch_size;
     float mean[3], std[3];
     char *names_text;   /* what names point into */
@@ -53,6 +54,7 @@ static void predict_network_free(predict_network *n) {
     mpt_model_destroy(n->model);
     free((void *)n->names);
     free(n->names_text);
+    free(n->description);
 }
 
 /* ---- what the file or the line says ---------------------------------------------------------- */
@@ -146,6 +148,13 @@ static bool predict_read_file(const char *path, predict_file *f) {
     return false;
 }
 
+static char *predict_copy(const char *text) { /* NULL: no memory */
+    char *copy = (char *)malloc(strlen(text) + 1);
+
+    if (copy) memcpy(copy, text, strlen(text) + 1);
+    return copy;
+}
+
 /* Ends each line of the text; the number of lines. names NULL: only counts. */
 static int predict_split_lines(char *text, const char **names) {
     int count = 0;
@@ -174,9 +183,8 @@ static int predict_classes(const predict_options *o, mpt_safetensors *file, pred
         if (!predict_read_file(o->classes, &named)) return CLI_EXIT_FAILURE;
         n->names_text = (char *)named.data;
     } else {
-        n->names_text = (char *)malloc(strlen(text) + 1);
+        n->names_text = predict_copy(text);
         if (!n->names_text) return predict_no_memory();
-        memcpy(n->names_text, text, strlen(text) + 1);
     }
     count = predict_split_lines(n->names_text, NULL);
     if (n->num_classes == 0) n->num_classes = count;
@@ -197,6 +205,7 @@ static int predict_missing(const predict_options *o, const char *option, const c
 
 static int predict_describe(const predict_options *o, mpt_safetensors *file, predict_network *n) {
     const char *arch = mpt_safetensors_metadata(file, "mptrain.arch");
+    const char *described = mpt_safetensors_metadata(file, "mptrain.description");
     int code;
 
     if (o->arch >= 0) cli_choice_name(PREDICT_ARCHS, o->arch, n->arch, sizeof n->arch);
@@ -206,6 +215,7 @@ static int predict_describe(const predict_options *o, mpt_safetensors *file, pre
         return cli_error("predict", CLI_EXIT_FAILURE,
                          "%s: it is of the network '%.40s', which is none of %s", o->weights, arch,
                          PREDICT_ARCHS);
+    else if (described && !(n->description = predict_copy(described))) return predict_no_memory();
     code = predict_number(o, file, "mptrain.image_size", o->image_size, PREDICT_MAX_SIDE, &n->size);
     if (!code) code = predict_number(o, file, "mptrain.channels", o->channels, 3, &n->channels);
     if (!code)
@@ -213,7 +223,7 @@ static int predict_describe(const predict_options *o, mpt_safetensors *file, pre
                               &n->num_classes);
     if (!code) code = predict_classes(o, file, n);
     if (code) return code;
-    if (!n->arch[0]) return predict_missing(o, "arch", "network");
+    if (!n->arch[0] && !n->description) return predict_missing(o, "arch", "network");
     if (!n->size) return predict_missing(o, "image-size", "picture size");
     if (!n->channels) return predict_missing(o, "channels", "number of channels");
     if (n->channels == 2)
@@ -229,6 +239,7 @@ static int predict_describe(const predict_options *o, mpt_safetensors *file, pre
 static int predict_build(const predict_options *o, predict_network *n) {
     static const mpt_precision precisions[] = {MPT_PRECISION_FP32, MPT_PRECISION_FP16,
                                                MPT_PRECISION_BF16};
+    char message[NETWORK_MESSAGE];
     mpt_trainer_desc desc;
     mpt_result rc;
 
@@ -237,7 +248,11 @@ static int predict_build(const predict_options *o, predict_network *n) {
     desc.optimizer.kind = MPT_OPTIMIZER_SGD;
     desc.optimizer.learning_rate = 1; /* a desc has to have one */
     rc = mpt_model_create(n->ctx, n->size, n->size, n->channels, &n->model);
-    if (rc == MPT_OK) rc = mpt_model_finish(n->model, mpt_zoo(n->model, n->arch, n->num_classes));
+    if (rc == MPT_OK && n->description &&
+        !network_describe(n->ctx, n->model, o->weights, n->description, n->num_classes, message))
+        return cli_error("predict", CLI_EXIT_FAILURE, "%s", message);
+    if (rc == MPT_OK && !n->description)
+        rc = mpt_model_finish(n->model, mpt_zoo(n->model, n->arch, n->num_classes));
     if (rc == MPT_OK) rc = mpt_trainer_create(n->model, &desc, n->batch_size, &n->trainer);
     if (rc == MPT_OK) rc = mpt_trainer_import(n->trainer, NULL, o->weights);
     return rc ? predict_fail(n->ctx) : 0;

@@ -56,6 +56,7 @@ static bool output_may_write(tool *t, const output *o, const char *path) {
     }
     if (stat(path, &s) != 0) return true;
     if (S_ISDIR(s.st_mode)) tool_fail(t, "%s: is a directory; name the file to write", path);
+    else if (!S_ISREG(s.st_mode)) tool_fail(t, "%s: is a device or a pipe; name a file", path);
     else if (!o->force) tool_fail(t, "%s: exists already; --force replaces it", path);
     else return true;
     return false;

@@ -146,8 +146,9 @@ static void checkpoint_set_aside(const checkpoints *c, const char *path) {
 static int checkpoint_load(const checkpoints *c, mpt_trainer *t, mpt_loader *data,
                            const char *path) {
     if (mpt_trainer_load(t, data, NULL, path)) return log_fail_call(c->log, c->ctx);
-    log_note(c->log, "resumed: %s, after %lld step%s", path, (long long)mpt_trainer_steps(t),
-             cli_plural(mpt_trainer_steps(t), "s"));
+    log_note(c->log, "resumed: %s, after %lld step%s", path,
+             (long long)mpt_trainer_get_info(t).steps,
+             cli_plural(mpt_trainer_get_info(t).steps, "s"));
     return CLI_RUN;
 }
 
@@ -228,7 +229,7 @@ static int checkpoint_resume(checkpoints *c, const train_options *o, mpt_trainer
         }
     }
     if (code == CLI_RUN && c->dir && !o->evaluate)
-        code = checkpoint_refuse_later(c, mpt_trainer_steps(t));
+        code = checkpoint_refuse_later(c, mpt_trainer_get_info(t).steps);
     return code;
 }
 
@@ -254,10 +255,10 @@ static int checkpoint_save(checkpoints *c, mpt_trainer *t, mpt_loader *data) {
     char path[FILES_MAX_PATH];
 
     if (!c->dir) return CLI_RUN;
-    checkpoint_path(c, mpt_trainer_steps(t), path);
+    checkpoint_path(c, mpt_trainer_get_info(t).steps, path);
     if (mpt_trainer_save(t, data, NULL, path)) return log_fail_call(c->log, c->ctx);
     c->saved_at = cli_seconds();
-    log_checkpoint(c->log, mpt_trainer_steps(t), path);
+    log_checkpoint(c->log, mpt_trainer_get_info(t).steps, path);
     checkpoint_prune(c, path);
     return CLI_RUN;
 }

@@ -24,9 +24,9 @@ static int files_check(train_log *log, const char *option, const char *path) {
         return options_usage("--%s: '%.80s' is no name of a file", option, path);
     if (stat(path, &s) == 0 && S_ISDIR(s.st_mode))
         return log_fail(log, "--%s: %s: it is a directory; name a file", option, path);
-    /* the finished file is renamed over the name, which would take /dev/null from the machine */
-    if (stat(path, &s) == 0 && !S_ISREG(s.st_mode))
-        return log_fail(log, "--%s: %s: it is a device or a pipe; name a file", option, path);
+    if (stat(path, &s) == 0 && !S_ISREG(s.st_mode)) /* as root, even /dev/null */
+        return log_fail(log, "--%s: %s: it is a device or a pipe, which the file would replace",
+                        option, path);
     fd = open(temporary, O_WRONLY | O_CREAT, 0666);
     if (fd < 0)
         return log_fail(log, "--%s: %s: can't be written: %s", option, path, cli_errno_text(errno));

@@ -99,13 +99,12 @@ static int64_t report_peak_bytes(void) {
 }
 
 static void report_steps(FILE *f, const train_run *r) {
-    bool known = r->last.step > 0;
+    mpt_trainer_info info = mpt_trainer_get_info(r->trainer);
 
-    report_int(f, "steps", mpt_trainer_steps(r->trainer));
-    if (known) report_int(f, "skipped_steps", r->last.step - r->last.applied_steps);
-    else report_text(f, "skipped_steps", NULL);
-    report_real(f, "final_loss_scale", known ? (double)r->next_scale : (double)NAN);
-    report_real(f, "train_loss", known ? run_epoch_loss(r) : (double)NAN);
+    report_int(f, "steps", info.steps);
+    report_int(f, "skipped_steps", info.steps - info.applied_steps);
+    report_real(f, "final_loss_scale", (double)info.loss_scale);
+    report_real(f, "train_loss", r->last.step > 0 ? run_epoch_loss(r) : (double)NAN);
 }
 
 static void report_validation(FILE *f, const train_run *r) {
@@ -130,6 +129,7 @@ static int report_write(train_run *r, const char *hash) {
     report_text(f, "build", mpt_build_info());
     report_int(f, "seed", r->o.seed);
     report_text(f, "device", r->o.device);
+    report_text(f, "kernels", mpt_trainer_get_info(r->trainer).kernels);
     report_int(f, "ranks", 1);
     report_int(f, "parameters", mpt_model_num_params(r->model));
     report_int(f, "total_steps", r->desc.total_steps);

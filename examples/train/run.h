@@ -19,7 +19,6 @@ typedef struct train_run {
     bool unsaved; /* the last checkpoint could not be written */
     /* numbers for the report */
     mpt_step_report last;     /* of the last step; step 0: there was none */
-    float next_scale;         /* the loss scale that it left */
     mpt_metrics metrics;      /* of the last evaluation */
     int64_t evaluated_at;     /* after so many steps; -1: never */
     double begun;             /* when the process began, in seconds of its clock */
@@ -54,7 +53,7 @@ static double run_epoch_accuracy(const train_run *r) { /* per cent */
 /* ---- evaluation ------------------------------------------------------------------------------ */
 static int run_evaluate(train_run *r) {
     int64_t epochs_done = r->data ? mpt_loader_get_info(r->data).epoch : 0;
-    int64_t step = mpt_trainer_steps(r->trainer);
+    int64_t step = mpt_trainer_get_info(r->trainer).steps;
 
     if (!r->val) return CLI_RUN;
     if (mpt_evaluate(r->trainer, r->val, &r->metrics)) return log_fail_call(&r->log, r->ctx);
@@ -64,15 +63,6 @@ static int run_evaluate(train_run *r) {
 }
 
 /* ---- a step ---------------------------------------------------------------------------------- */
-/* The scale that a step leaves. Growth shows in the report of the step after it. */
-static float run_scale_after(const train_run *r, const mpt_step_report *s) {
-    const mpt_loss_scaler_desc *d = &r->desc.loss_scaler;
-    float lower = s->loss_scale * d->backoff_factor;
-
-    if (!s->skipped || d->mode != MPT_LOSS_SCALE_DYNAMIC) return s->loss_scale;
-    return lower > d->min_scale ? lower : d->min_scale;
-}
-
 static void run_begin_epoch(train_run *r, const mpt_batch *batch) {
     r->epoch = batch->epoch;
     r->epoch_samples = r->epoch_correct = r->epoch_records = 0;
@@ -84,7 +74,6 @@ static void run_begin_epoch(train_run *r, const mpt_batch *batch) {
 
 static void run_count_step(train_run *r, const mpt_step_report *s, double seconds) {
     r->last = *s;
-    r->next_scale = run_scale_after(r, s);
     r->training += seconds;
     r->line_seconds += seconds;
     r->images += s->num_samples;
@@ -100,7 +89,7 @@ static void run_tell_step(train_run *r, const mpt_step_report *s, int64_t index)
     log_step line;
     bool due = s->step % r->o.print_freq == 0;
 
-    if (s->skipped) log_skip(&r->log, s, (double)r->next_scale);
+    if (s->skipped) log_skip(&r->log, s, (double)mpt_trainer_get_info(r->trainer).loss_scale);
     if (!due && !r->log.live) return;
     line.epoch = r->epoch;
     line.epochs = r->o.epochs;
@@ -188,14 +177,14 @@ static int run_out_of_steps(train_run *r) {
 static int run_stop(train_run *r) {
     run_save(r, true);
     log_warn(&r->log, "stopped by signal %d after step %lld%s", (int)run_signal,
-             (long long)mpt_trainer_steps(r->trainer),
+             (long long)mpt_trainer_get_info(r->trainer).steps,
              r->saved.dir && !r->unsaved ? "; --resume auto goes on from here"
                                          : "; nothing was saved");
     return 128 + (int)run_signal;
 }
 
 static bool run_has_steps(const train_run *r) {
-    return r->o.steps == 0 || mpt_trainer_steps(r->trainer) < r->o.steps;
+    return r->o.steps == 0 || mpt_trainer_get_info(r->trainer).steps < r->o.steps;
 }
 
 /* To the end of the epochs or steps. CLI_RUN, or the exit code. */
@@ -220,7 +209,8 @@ static int run_train(train_run *r) {
     if (r->last.step == 0)
         log_note(&r->log, "nothing left to train: --epochs and --steps are done");
     else if (!run_has_steps(r)) code = run_out_of_steps(r);
-    if (code == CLI_RUN && r->evaluated_at != mpt_trainer_steps(r->trainer)) code = run_evaluate(r);
+    if (code == CLI_RUN && r->evaluated_at != mpt_trainer_get_info(r->trainer).steps)
+        code = run_evaluate(r);
     return code;
 }
 
