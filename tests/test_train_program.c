@@ -360,10 +360,19 @@ MPT_TEST(a_device_or_pipe_is_not_replaced_by_a_report) {
     CHECK_RUNS("test -p pipe && test -p pipe.safetensors");
 }
 
+/* Opening a pipe waits for somebody who writes into it, and nobody may ever come. */
+MPT_TEST(a_pipe_is_no_checkpoint) {
+    fresh_data();
+    CHECK_RUNS("mkfifo pipe; mkdir c; mkfifo c/checkpoint-000000009.safetensors");
+    CHECK_FAILS(1, "pipe: no checkpoint: it is a device or a pipe", MLP "--resume pipe");
+    CHECK_FAILS(1, "checkpoint-000000009.safetensors: no checkpoint: it is a device or a pipe",
+                MLP "--checkpoint-dir c");
+}
+
 /* In a container a process often has the number of the one before it, which was killed. */
 MPT_TEST(what_a_killed_process_of_the_same_number_left_is_in_nobodys_way) {
     fresh_data();
-    CHECK_RUNS("sh -c 'echo x >r.json.tmp-$$; exec " MLP "--steps 1 --report r.json'");
+    CHECK_RUNS("D=$D sh -c 'echo x >r.json.tmp-$$; exec " MLP "--steps 1 --report r.json'");
     CHECK_EQ_STR(report_value("r.json", "steps"), "1");
     CHECK_RUNS("ls | grep tmp || true");
     CHECK_EQ_STR(run_out, "");
@@ -744,6 +753,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(a_label_that_only_the_validation_set_has_counts_as_a_class),
     MPT_TEST_CASE(what_can_fail_before_the_first_step_does),
     MPT_TEST_CASE(a_device_or_pipe_is_not_replaced_by_a_report),
+    MPT_TEST_CASE(a_pipe_is_no_checkpoint),
     MPT_TEST_CASE(what_a_killed_process_of_the_same_number_left_is_in_nobodys_way),
     MPT_TEST_CASE(damaged_records_stop_the_run_or_are_left_out_up_to_a_limit),
     MPT_TEST_CASE(a_network_can_be_described_in_a_file),

@@ -152,6 +152,14 @@ static int checkpoint_load(const checkpoints *c, mpt_trainer *t, mpt_loader *dat
     return CLI_RUN;
 }
 
+/* Opening a pipe would wait for ever. CLI_RUN or the exit code. */
+static int checkpoint_check_kind(const checkpoints *c, const char *path) {
+    struct stat s;
+
+    if (stat(path, &s) != 0 || S_ISREG(s.st_mode) || S_ISDIR(s.st_mode)) return CLI_RUN;
+    return log_fail(c->log, "%s: no checkpoint: it is a device or a pipe", path);
+}
+
 /* The newest sound one of c->dir. *found false: there is none at all. */
 static int checkpoint_load_newest(const checkpoints *c, mpt_trainer *t, mpt_loader *data,
                                   bool *found) {
@@ -163,16 +171,18 @@ static int checkpoint_load_newest(const checkpoints *c, mpt_trainer *t, mpt_load
     *found = false;
     for (i = 0; i < count; i++) {
         checkpoint_path(c, steps[i], path);
+        code = checkpoint_check_kind(c, path);
+        if (code != CLI_RUN) break;
         rc = checkpoint_verify(c->ctx, path);
         if (rc != MPT_ERR_CORRUPT_DATA) break;
         checkpoint_set_aside(c, path);
     }
     if (count < 0) code = CLI_EXIT_FAILURE;
-    else if (rc == MPT_ERR_CORRUPT_DATA)
+    else if (code == CLI_RUN && rc == MPT_ERR_CORRUPT_DATA)
         code = log_fail(c->log, "%s: all %d checkpoints are damaged; to start anew, run again",
                         c->dir, count);
-    else if (rc) code = log_fail_call(c->log, c->ctx);
-    else if (count > 0) code = checkpoint_load(c, t, data, path);
+    else if (code == CLI_RUN && rc) code = log_fail_call(c->log, c->ctx);
+    else if (code == CLI_RUN && count > 0) code = checkpoint_load(c, t, data, path);
     *found = count > 0 && code == CLI_RUN;
     free(steps);
     return code;
@@ -213,7 +223,8 @@ static int checkpoint_resume(checkpoints *c, const train_options *o, mpt_trainer
             if (code == CLI_RUN && !*resumed)
                 code = log_fail(c->log, "--resume: %s: no checkpoint in this directory", o->resume);
         } else {
-            code = checkpoint_load(c, t, data, o->resume);
+            code = checkpoint_check_kind(c, o->resume);
+            if (code == CLI_RUN) code = checkpoint_load(c, t, data, o->resume);
             *resumed = code == CLI_RUN;
         }
     }
