@@ -226,7 +226,7 @@
  *   a record          max_record_bytes, by default 1 GiB, for reading and writing
  *   a picture         max_pixels 100,000,000 and max_bytes 256 MiB, checked before decoding
  *   a picture's side  16384 in a batch
- *   a value of layers 2^31 numbers a record; batch 2^20 records a lane
+ *   a model           10000 layers; 2^31 numbers a record in a value; 2^20 records a lane
  *   records a file    2^39; files of a loader 2^23 (both are parts of a 64-bit sample id)
  *
  * Files may be hostile: lengths, headers, tables and checksums are checked before they are
@@ -10616,7 +10616,7 @@ static const char *mpti_kind_name(mpti_kind kind) {
     return names[kind];
 }
 
-enum { MPTI_NAME_BYTES = 64 };
+enum { MPTI_NAME_BYTES = 64, MPTI_MAX_LAYERS = 10000 };
 
 typedef struct mpti_node {
     mpti_kind kind;
@@ -10692,6 +10692,10 @@ static mpti_node *mpti_model_add(mpt_model *m, mpti_kind kind, const int *in, in
     if (!m || m->wiring.code != MPT_OK) return NULL;
     if (m->logits >= 0) {
         mpti_model_fail(m, kind, "the model is finished: nothing can be added");
+        return NULL;
+    }
+    if (m->num_nodes > MPTI_MAX_LAYERS) {
+        mpti_model_fail(m, kind, "a model has at most 10000 layers");
         return NULL;
     }
     for (i = 0; i < num_in; i++) {
@@ -13616,7 +13620,7 @@ static mpt_result mpti_trainer_stuck(const mpt_trainer *t) {
     return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
                      "%d steps in a row were skipped at the smallest loss scale %g; first bad "
                      "tensor: gradient of %s, element %lld: lower the learning rate or the "
-                     "smallest loss scale, or look at the data",
+                     "loss scale's limit, or look at the data",
                      t->scaler.skips_at_min, (double)t->scaler.scale, name, (long long)element);
 }
 
@@ -14926,9 +14930,11 @@ static mpt_result mpti_import_find(mpt_trainer *t, mpt_safetensors *s, const cha
 
     *index = mpt_safetensors_find(s, x->name);
     if (*index < 0)
-        return MPTI_FAIL(&t->ctx->error, MPT_ERR_CORRUPT_DATA,
-                         "%s: no tensor %s: is it of another network?", mpti_path_tail(path),
-                         x->name);
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_CORRUPT_DATA, "%s: no tensor %s: %s",
+                         mpti_path_tail(path), x->name,
+                         mpt_safetensors_metadata(s, "mptrain.checkpoint")
+                             ? "it is a checkpoint, which is loaded (resumed), not imported"
+                             : "is it of another network?");
     rc = mpt_safetensors_get(s, *index, &info);
     if (rc) return rc;
     for (i = 0; i < x->num_dims && info.num_dims == x->num_dims && info.dims[i] == x->dims[i]; i++)
@@ -15225,6 +15231,10 @@ MPT_API mpt_result mpt_trainer_load(mpt_trainer *t, mpt_loader *data, const mpt_
     d.path = path;
     d.io = io;
     rc = mpt_safetensors_open(t->ctx, &d, &s);
+    if (rc == MPT_OK && !mpt_safetensors_metadata(s, "mptrain.checkpoint"))
+        rc = MPTI_FAIL(&t->ctx->error, MPT_ERR_CORRUPT_DATA,
+                       "%s: it is no checkpoint; weights alone are imported, not loaded",
+                       mpti_path_tail(path));
     if (rc == MPT_OK) rc = mpt_safetensors_verify(s);
     if (rc == MPT_OK) rc = mpti_checkpoint_apply(t, s, data, path);
     mpt_safetensors_close(s);

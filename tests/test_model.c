@@ -117,6 +117,11 @@ static int too_many_dropouts(mpt_model *m) {
     for (i = 0; i < 193; i++) x = mpt_dropout(m, x, 0.1f);
     return x;
 }
+static int too_many_layers(mpt_model *m) {
+    int i, x = MPT_INPUT;
+    for (i = 0; i < 10001; i++) x = mpt_relu(m, x);
+    return x;
+}
 static int name_of_nothing(mpt_model *m) {
     return mpt_name(m, mpt_relu(m, MPT_INPUT), "");
 }
@@ -165,6 +170,7 @@ static const mistake mistakes[] = {
     {dropout_of_less_than_nothing, {"layer 1 (dropout)", "p must be", "0 .. 1"}},
     {dropout_of_nan, {"layer 1 (dropout)", "p must be", "0 .. 1"}},
     {too_many_dropouts, {"layer 193 (dropout)", "192"}},
+    {too_many_layers, {"layer 10001 (relu)", "10000"}},
     {name_of_nothing, {"(relu)", "name", "1 .. 63"}},
     {name_of_64_bytes, {"(relu)", "name", "1 .. 63"}},
     {network_that_is_not_there, {"resnet19", "lenet", "resnet18", "resnet50"}},

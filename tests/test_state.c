@@ -206,7 +206,7 @@ MPT_TEST(checkpoints_of_others_are_refused) {
                        "without a position");
     check_load_refused(&x, NULL, mpt_test_tmpfile("nowhere.state"), MPT_ERR_IO, "nowhere.state");
     check_load_refused(&x, NULL, mpt_test_data("resnet20.weights.safetensors"),
-                       MPT_ERR_INVALID_STATE, "resnet20.weights.safetensors");
+                       MPT_ERR_CORRUPT_DATA, "resnet20.weights.safetensors");
     run_close(&x);
 }
 

@@ -723,7 +723,8 @@ MPT_TEST(a_signal_ends_the_run_after_the_step_with_a_checkpoint) {
     CHECK_CONTAINS(run_err, "stopped by signal 15");
     steps = (int)report_number("s.json", "steps");
     CHECK(steps >= 2);
-    CHECK_EQ_STR(report_value("s.json", "val_count"), steps < 8 ? "0" : "25");
+    if (steps != 8) /* there the signal came before or after the epoch's evaluation */
+        CHECK_EQ_STR(report_value("s.json", "val_count"), steps < 8 ? "0" : "25");
     check_goes_on_after(steps);
 }
 

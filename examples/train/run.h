@@ -144,10 +144,10 @@ static int run_step(train_run *r, const mpt_batch *batch, double asked) {
 
 /* ---- epochs ---------------------------------------------------------------------------------- */
 /* The loader has told the end of an epoch, and stands at the beginning of the next one. The
-   checkpoint comes last: a run that goes on from it has this evaluation behind it. */
+   checkpoint comes first: an evaluation may take long, and a run that is killed in it has lost
+   nothing but that evaluation. */
 static int run_end_epoch(train_run *r) {
     mpt_loader_info info = mpt_loader_get_info(r->data);
-    int code;
 
     log_epoch_end(&r->log);
     if (r->epoch == info.epoch - 1)
@@ -157,9 +157,8 @@ static int run_end_epoch(train_run *r) {
         log_warn(&r->log, "%lld damaged record%s left out in epoch %lld",
                  (long long)info.num_bad_records, cli_plural(info.num_bad_records, "s"),
                  (long long)info.epoch);
-    code = run_evaluate(r);
-    if (code == CLI_RUN) run_save(r, info.epoch == r->o.epochs);
-    return code;
+    run_save(r, info.epoch == r->o.epochs);
+    return run_evaluate(r);
 }
 
 /* The steps have run out. If that is also the end of an epoch, it is dealt with now; the loader
