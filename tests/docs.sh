@@ -45,8 +45,8 @@ make_small_data() {
     done
 }
 
-# The C program, built by the line below it in a directory that holds nothing but the header, and run
-# by the rest of that line.
+# The C program, built by the line below it in a directory that holds nothing but the header, and
+# run by the rest of that line.
 check_program() {
     local line build run
     line=$(block '```' 3)
