@@ -13601,27 +13601,30 @@ static void mpti_trainer_update_statistics(mpt_trainer *t, const mpti_update *u)
     }
 }
 
-/* Names the first inf or NaN in the summed gradients, for the message that ends a run. */
+/* Names the first inf or NaN in the summed row, for the message that ends a run. */
 static mpt_result mpti_trainer_stuck(const mpt_trainer *t) {
     const mpt_model *m = t->model;
-    const char *name = "none";
+    const char *name = "?";
     int64_t i = 0, element = 0;
+    bool gradient;
     int v;
 
-    while (i < m->num_params && mpti_is_finite(t->rows[0][i])) i++;
+    while (i < m->num_params + m->num_stats && mpti_is_finite(t->rows[0][i])) i++;
+    gradient = i < m->num_params;
     for (v = 1; v < m->num_nodes; v++) {
         const mpti_node *node = &m->nodes[v];
-        if (node->num_params == 0 || i < node->param_offset ||
-            i >= node->param_offset + node->num_params)
-            continue;
+        int64_t first = gradient ? node->param_offset : m->num_params + node->stat_offset;
+        int64_t count = gradient ? node->num_params : node->stat_offset < 0 ? 0 : 2 * node->c;
+        if (i < first || i >= first + count) continue;
         name = node->name;
-        element = i - node->param_offset;
+        element = i - first;
     }
     return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
                      "%d steps in a row were skipped at the smallest loss scale %g; first bad "
-                     "tensor: gradient of %s, element %lld: lower the learning rate or the "
-                     "loss scale's limit, or look at the data",
-                     t->scaler.skips_at_min, (double)t->scaler.scale, name, (long long)element);
+                     "tensor: %s of %s, element %lld: lower the learning rate or the loss scale's "
+                     "limit, or look at the data",
+                     t->scaler.skips_at_min, (double)t->scaler.scale,
+                     gradient ? "gradient" : "statistics", name, (long long)element);
 }
 
 /* Statistics count too: a batch whose variance is inf has finite gradients, and would leave an inf
@@ -15182,42 +15185,85 @@ static void mpti_checkpoint_warn(const mpt_trainer *t, const char *path, const i
     }
 }
 
-/* All is looked at before anything changes: then only storage can still fail. */
-static mpt_result mpti_checkpoint_apply(mpt_trainer *t, mpt_safetensors *s, mpt_loader *data,
-                                        const char *path) {
-    mpti_checkpoint_row rows[MPTI_CHECKPOINT_ROWS];
-    int64_t c[MPTI_COUNTERS], at[MPTI_CHECKPOINT_ROWS];
-    mpt_loss_scaler saved = t->scaler, scaler = t->scaler;
-    mpt_result rc = mpti_checkpoint_check_counters(t, s, path, c);
-    int i;
+static mpt_result mpti_checkpoint_scaler(mpt_trainer *t, const char *path, const int64_t *c,
+                                         mpt_loss_scaler *out) {
+    mpt_loss_scaler saved = t->scaler;
+    mpt_result rc;
 
-    mpti_checkpoint_rows(t, rows);
-    for (i = 0; i < MPTI_CHECKPOINT_ROWS && rc == MPT_OK; i++)
-        if (rows[i].data)
-            rc = mpti_checkpoint_find(t, s, path, rows[i].name, MPT_F32, rows[i].count, &at[i]);
-    if (rc) return rc;
+    *out = t->scaler;
     saved.scale = mpti_f32_from_bits((uint32_t)c[5]);
     saved.good_steps = (int)c[2];
     saved.skips_at_min = (int)c[3];
     saved.num_skipped = c[4];
-    rc = mpt_loss_scaler_restore(&scaler, &saved);
-    if (rc)
-        return MPTI_FAIL(&t->ctx->error, rc, "%s: its loss scaler is damaged",
-                         mpti_path_tail(path));
-    rc = data ? mpti_checkpoint_loader(t, s, data, path) : MPT_OK;
-    for (i = 0; i < MPTI_CHECKPOINT_ROWS && rc == MPT_OK; i++)
-        if (rows[i].data)
-            rc = mpt_safetensors_read(s, at[i], rows[i].data,
-                                      sizeof(float) * (size_t)rows[i].count);
-    if (rc) return rc;
-    mpti_checkpoint_warn(t, path, c);
-    t->scaler = scaler;
+    rc = mpt_loss_scaler_restore(out, &saved);
+    if (rc == MPT_OK) return rc;
+    return MPTI_FAIL(&t->ctx->error, rc, "%s: its loss scaler is damaged", mpti_path_tail(path));
+}
+
+/* The rows, one behind the other, into buffer; or the number of floats that they take. */
+static mpt_result mpti_checkpoint_read(mpt_trainer *t, mpt_safetensors *s, const char *path,
+                                       float *buffer, int64_t *count) {
+    mpti_checkpoint_row rows[MPTI_CHECKPOINT_ROWS];
+    int64_t index;
+    mpt_result rc = MPT_OK;
+    int i;
+
+    mpti_checkpoint_rows(t, rows);
+    for (i = 0, *count = 0; i < MPTI_CHECKPOINT_ROWS && rc == MPT_OK; i++) {
+        if (!rows[i].data) continue;
+        rc = mpti_checkpoint_find(t, s, path, rows[i].name, MPT_F32, rows[i].count, &index);
+        if (rc == MPT_OK && buffer)
+            rc = mpt_safetensors_read(s, index, buffer + *count,
+                                      sizeof *buffer * (size_t)rows[i].count);
+        *count += rows[i].count;
+    }
+    return rc;
+}
+
+/* From here on nothing fails. */
+static void mpti_checkpoint_take(mpt_trainer *t, const float *buffer, const int64_t *c,
+                                 const mpt_loss_scaler *scaler) {
+    mpti_checkpoint_row rows[MPTI_CHECKPOINT_ROWS];
+    int i;
+
+    mpti_checkpoint_rows(t, rows);
+    for (i = 0; i < MPTI_CHECKPOINT_ROWS; i++) {
+        if (!rows[i].data) continue;
+        memcpy(rows[i].data, buffer, sizeof *buffer * (size_t)rows[i].count);
+        buffer += rows[i].count;
+    }
+    t->scaler = *scaler;
     t->step = c[0];
     mpti_optimizer_resume(&t->optimizer, c[1]);
     t->desc.seed = t->net.seed = (uint64_t)c[7];
     memset(&t->last, 0, sizeof t->last);
     mpti_trainer_begin_step(t);
-    return mpti_trainer_weights_changed(t);
+}
+
+/* All is read and looked at before anything changes. */
+static mpt_result mpti_checkpoint_apply(mpt_trainer *t, mpt_safetensors *s, mpt_loader *data,
+                                        const char *path) {
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    int64_t c[MPTI_COUNTERS], count;
+    mpt_loss_scaler scaler;
+    float *buffer;
+    mpt_result rc = mpti_checkpoint_check_counters(t, s, path, c);
+
+    if (rc == MPT_OK) rc = mpti_checkpoint_scaler(t, path, c, &scaler);
+    if (rc == MPT_OK) rc = mpti_checkpoint_read(t, s, path, NULL, &count);
+    if (rc) return rc;
+    buffer = (float *)mpti_alloc(a, sizeof *buffer * (size_t)count);
+    if (!buffer)
+        return MPTI_NO_MEMORY(&t->ctx->error, "%s: no memory to read it", mpti_path_tail(path));
+    rc = mpti_checkpoint_read(t, s, path, buffer, &count);
+    if (rc == MPT_OK && data) rc = mpti_checkpoint_loader(t, s, data, path);
+    if (rc == MPT_OK) {
+        mpti_checkpoint_warn(t, path, c);
+        mpti_checkpoint_take(t, buffer, c, &scaler);
+        rc = mpti_trainer_weights_changed(t);
+    }
+    mpti_free(a, buffer, sizeof *buffer * (size_t)count);
+    return rc;
 }
 
 MPT_API mpt_result mpt_trainer_load(mpt_trainer *t, mpt_loader *data, const mpt_io *io,
