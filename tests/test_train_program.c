@@ -444,6 +444,7 @@ MPT_TEST(a_mistake_in_a_description_is_told_with_file_and_line) {
         {"as x", "net.txt:2: a layer is missing"},
         {"relu as", "net.txt:2: 'as' is not understood"},
         {"conv 8\nadd input", "net.txt:3: layer"},
+        {"conv 8\rrelu", "net.txt:2: there is a control character"},
     };
     char text[400];
     size_t i;

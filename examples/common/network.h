@@ -57,7 +57,13 @@ __attribute__((format(printf, 2, 3))) CLI_FN bool network_wrong(network_file *f,
 }
 
 CLI_FN bool network_split(network_file *f, char *line) {
-    line[strcspn(line, "#\r\n")] = 0;
+    size_t n = strcspn(line, "#");
+
+    if (n > 0 && line[n] == 0 && line[n - 1] == '\r') n--; /* lines end as on Windows */
+    line[n] = 0;
+    for (n = 0; line[n]; n++)
+        if (line[n] != '\t' && (unsigned char)line[n] < ' ')
+            return network_wrong(f, "there is a control character in it");
     f->num_words = f->next_word = 0;
     for (line = strtok(line, " \t"); line; line = strtok(NULL, " \t")) {
         if (f->num_words == NETWORK_MAX_WORDS) return network_wrong(f, "too many words");
