@@ -9283,6 +9283,7 @@ static void mpti_conv_plan(const mpt_conv2d_args *a, bool forward, mpti_conv_job
     }
     job->bytes = sizeof(float) * (job->packed_floats + job->slot_floats *
                                   (size_t)mpti_min64(job->items, MPTI_CONV_CHUNKS));
+    if (!a->workspace) return; /* only the size is asked for */
     job->packed = (float *)a->workspace;
     job->slots = job->packed + job->packed_floats;
 }
@@ -9524,6 +9525,7 @@ static void mpti_wgrad_plan(const mpt_conv2d_args *a, mpti_wgrad_job *job) {
     job->slot_floats = job->x_floats + mpti_round16((size_t)job->band_rows * cols * a->k);
     job->bytes = (size_t)job->image_chunks * sizeof(float) *
                  (job->part_floats + (size_t)job->filter_chunks * job->slot_floats);
+    if (!a->workspace) return; /* only the size is asked for */
     job->parts = (float *)a->workspace;
     job->slots = job->parts + (size_t)job->image_chunks * job->part_floats;
 }
