@@ -428,6 +428,22 @@ static void check_weights_near(const rig *a, const rig *b, double tolerance) {
 }
 
 /* Clipping acts on the total: its limit is below the norm of each lane and of their mean. */
+MPT_TEST(a_step_drops_no_lanes_that_were_accumulated) {
+    rig_desc d = rig_small(small_net, 4);
+    pictures p = pictures_make(&d, 4, 1);
+    mpt_batch b = pictures_batch(&p, 0, 4);
+    rig r = rig_open(&d);
+    mpt_step_report report;
+    CHECK_OK(r.ctx, mpt_trainer_accumulate(r.trainer, &b));
+    CHECK_RESULT(r.ctx, mpt_trainer_step(r.trainer, &b, &report), MPT_ERR_INVALID_STATE);
+    CHECK_CONTAINS(mpt_last_error(r.ctx)->message, "mpt_trainer_apply");
+    CHECK_OK(r.ctx, mpt_trainer_apply(r.trainer, &report));
+    CHECK_EQ_INT(report.num_samples, 4);
+    CHECK_OK(r.ctx, mpt_trainer_step(r.trainer, &b, &report));
+    rig_close(&r);
+    pictures_free(&p);
+}
+
 MPT_TEST(accumulation_is_one_large_batch) {
     static const int cuts[][2] = {{8, 1}, {4, 1}, {32, 4}, {32, 32}, {16, 2}, {1, 1}};
     rig_desc d = rig_small(plain_net, 32);
@@ -563,6 +579,7 @@ static int batchnorm_alone(mpt_model *m) {
 MPT_TEST(running_variance_is_unbiased) {
     static const double expected[4] = {-1.341639, -0.447213, 0.447213, 1.341639};
     rig_desc d = rig_small(batchnorm_alone, 4);
+    mpt_step_report report;
     pictures p;
     mpt_batch b;
     rig r;
@@ -576,7 +593,7 @@ MPT_TEST(running_variance_is_unbiased) {
     CHECK_OK(r.ctx, mpt_trainer_accumulate(r.trainer, &b));
     for (i = 0; i < 4; i++)
         CHECK_NEAR(((float *)mpti_net_value(&r.trainer->net, 1))[i], expected[i], 1e-6);
-    step_of(r.trainer, &b);
+    CHECK_OK(r.ctx, mpt_trainer_apply(r.trainer, &report));
     CHECK_NEAR(r.trainer->running[0], 0.3, 1e-6);
     CHECK_NEAR(r.trainer->running[1], 1.566667, 1e-6);
     rig_close(&r);
@@ -783,6 +800,7 @@ MPT_TEST(dropout_follows_the_sample) {
     CHECK_OK(r.ctx, mpt_trainer_accumulate(r.trainer, &b));
     for (i = 0; i < 4; i++) CHECK_EQ_MEM(y + 192 * i, first + 192 * (3 - i), 192 * sizeof(float));
     b.sample_ids = p.ids;
+    mpti_trainer_begin_step(r.trainer);
     step_of(r.trainer, &b); /* step 0 again: its masks are those of the first pass */
     CHECK_EQ_MEM(y, first, sizeof first);
     step_of(r.trainer, &b);
@@ -907,6 +925,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(a_step_of_nothing_is_refused),
     MPT_TEST_CASE(reports_tell_what_happened),
     MPT_TEST_CASE(random_pictures_are_learned_by_heart_in_every_precision),
+    MPT_TEST_CASE(a_step_drops_no_lanes_that_were_accumulated),
     MPT_TEST_CASE(accumulation_is_one_large_batch),
     MPT_TEST_CASE(a_partial_window_divides_by_its_true_count),
     MPT_TEST_CASE(a_lane_without_records_changes_no_bit),
