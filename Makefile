@@ -70,7 +70,7 @@ test: ## all tests, the compile matrix and the style checks: under four minutes 
 	@$(SCRIPT_ENV) tests/run.sh quick
 
 test-full: ## the same with the long loops, and again under the three sanitizers
-	@$(SCRIPT_ENV) tests/setup.sh test asan ubsan tsan
+	@$(SCRIPT_ENV) tests/setup.sh test demo asan ubsan tsan
 	@$(SCRIPT_ENV) MPT_TEST_FULL=1 tests/run.sh quick asan ubsan tsan
 
 asan: ## the tests under AddressSanitizer, leaks included

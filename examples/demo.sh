@@ -3,6 +3,7 @@
 #
 #   DEMO_EPOCHS=N   passes over the 60,000 pictures (4: about 92 % of the test pictures are right)
 #   DEMO_SEED=N     of weights and order (0)
+#   DEMO_PRECISION  fp16, fp32 or bf16 (fp16)
 #   DEMO_OUTPUT=DIR where everything lands (output)
 #   NO_INSTALL=1    installs no package; names what is missing and stops
 #
@@ -13,6 +14,7 @@ cd "$(dirname "$0")/.." || exit 1
 
 epochs=${DEMO_EPOCHS:-4}
 seed=${DEMO_SEED:-0}
+precision=${DEMO_PRECISION:-fp16}
 build=${BUILD:-build}
 output=${DEMO_OUTPUT:-output}
 source=/usr/share/datasets/fashion-mnist # of the Debian package dataset-fashion-mnist
@@ -40,7 +42,7 @@ make_data() {
 
 # A finished run, or one of other settings, is not gone on with: what it left makes room.
 make_room() {
-    local settings="epochs $epochs, seed $seed" before
+    local settings="epochs $epochs, seed $seed, $precision" before
     before=$(cat "$output/settings" 2>/dev/null)
     if [ -e "$output/model.safetensors" ] || [ "$before" != "$settings" ]; then
         rm -f "$output"/checkpoints/checkpoint-*.safetensors
@@ -50,8 +52,8 @@ make_room() {
 }
 
 run_training() {
-    "$build/train" --data "$train" --val-data "$test" --arch lenet --precision fp16 \
-        --loss-scale dynamic --epochs "$epochs" --batch-size 64 --optimizer adamw --lr 0.003 \
+    "$build/train" --data "$train" --val-data "$test" --arch lenet \
+        --precision "$precision" --epochs "$epochs" --batch-size 64 --optimizer adamw --lr 0.003 \
         --schedule onecycle --augment flip --mean 0.286 --std 0.353 --seed "$seed" \
         --print-freq 200 --checkpoint-dir "$output/checkpoints" --keep 1 \
         --report "$output/report.json" --export "$output/model.safetensors"
@@ -66,7 +68,7 @@ make -s --no-print-directory ZLIB=1 "BUILD=$build" "$build/tfrecord" "$build/tra
 say "data: Fashion-MNIST as TFRecords"
 make_data || exit 1
 
-say "training: lenet in FP16 with FP32 masters and dynamic loss scaling"
+say "training: lenet in $precision (fp16: with FP32 masters and dynamic loss scaling)"
 make_room
 run_training
 status=$?

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# `make demo` for one epoch, and what it leaves. Part of continuous integration: needs the package
-# dataset-fashion-mnist, and half a minute of two cores. One line a check: "ok ...", "FAIL ...".
+# `make demo` for one epoch, and what it leaves; with MPT_TEST_FULL also whole runs in FP16 and FP32,
+# which have to end equally well. Part of continuous integration: needs the package
+# dataset-fashion-mnist, and half a minute of two cores (full: five). One line a check: "ok ...",
+# "FAIL ...".
 set -u
 cd "$(dirname "$0")/.." || exit 1
 . tests/checks.sh
@@ -58,4 +60,30 @@ check_demo() {
     holds "the weights predict test pictures" weights_predict
 }
 
-run_checks check_demo
+# run_in PRECISION: a whole run; its report lands in PRECISION.json
+run_in() {
+    DEMO_PRECISION=$1 DEMO_OUTPUT=$output make --no-print-directory demo &&
+        cp "$output/report.json" "$work/$1.json"
+}
+
+end_equally_well() {
+    python3 - "$work/fp16.json" "$work/fp32.json" <<'END'
+import json
+import sys
+
+half, single = (json.load(open(name, encoding='utf-8')) for name in sys.argv[1:])
+print(f"fp16 {half['val_accuracy']:.4f}, fp32 {single['val_accuracy']:.4f}, "
+      f"{half['skipped_steps']} steps skipped")
+assert abs(half['val_accuracy'] - single['val_accuracy']) <= 0.005, 'more than half a point apart'
+assert min(half['val_accuracy'], single['val_accuracy']) >= 0.91, 'below 91 %'
+END
+}
+
+check_precisions() {
+    [ -n "${MPT_TEST_FULL:-}" ] || return
+    holds "four epochs in fp16" run_in fp16
+    holds "four epochs in fp32" run_in fp32
+    holds "fp16 and fp32 end within half a point, at 91 % or more" end_equally_well
+}
+
+run_checks check_demo check_precisions

@@ -50,6 +50,24 @@ __attribute__((format(printf, 1, 2))) static inline int run(const char *format, 
     return WEXITSTATUS(status);
 }
 
+/* The head of a BMP of 24 bits, whose rows of `row` bytes follow; the size of the whole. */
+static inline size_t bmp_head(unsigned char head[54], int width, int height) {
+    int row = (width * 3 + 3) / 4 * 4, size = 54 + row * height;
+
+    memset(head, 0, 54);
+    head[0] = 'B';
+    head[1] = 'M';
+    head[2] = (unsigned char)size;
+    head[3] = (unsigned char)(size >> 8);
+    head[10] = 54;
+    head[14] = 40;
+    head[18] = (unsigned char)width;
+    head[22] = (unsigned char)height;
+    head[26] = 1;
+    head[28] = 24;
+    return (size_t)size;
+}
+
 static inline int count_of(const char *text, char c) {
     int n = 0;
     for (; *text; text++) n += *text == c;

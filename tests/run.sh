@@ -125,6 +125,7 @@ run_mode() {
     [ "$1" = quick ] || return
     part "$out/docs" tests/docs.sh
     part "$out/compile" tests/compile/matrix.sh
+    [ -z "${MPT_TEST_FULL:-}" ] || part "$out/demo" tests/demo.sh
 }
 
 # The sanitized build is for finding faults while running: warnings are the other builds' matter.

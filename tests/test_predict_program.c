@@ -18,24 +18,13 @@ static mpt_ctx *test_ctx;
 
 /* A BMP of noise, 24 bits; the size in bytes. */
 static size_t noise_bmp(unsigned char *b, int width, int height, unsigned seed) {
-    int row = (width * 3 + 3) / 4 * 4, size = 54 + row * height, i;
+    size_t size = bmp_head(b, width, height), i;
 
-    memset(b, 0, 54);
-    b[0] = 'B';
-    b[1] = 'M';
-    b[2] = (unsigned char)size;
-    b[3] = (unsigned char)(size >> 8);
-    b[10] = 54;
-    b[14] = 40;
-    b[18] = (unsigned char)width;
-    b[22] = (unsigned char)height;
-    b[26] = 1;
-    b[28] = 24;
     for (i = 54; i < size; i++) {
         seed = seed * 1664525u + 1013904223u;
         b[i] = (unsigned char)(seed >> 24);
     }
-    return (size_t)size;
+    return size;
 }
 
 /* Records r = 0 .. n-1, of class r % CLASSES; the picture of each is also a file "r.bmp". Record

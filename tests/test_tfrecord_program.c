@@ -60,22 +60,11 @@ static void write_idx(int channels, int num_labels, int extra) {
 /* A BMP of one colour, 24 bits. */
 static void write_bmp(const char *name, int width, int height, unsigned char gray) {
     unsigned char b[54 + 64 * 64 * 4];
-    int row = (width * 3 + 3) / 4 * 4, size = 54 + row * height;
+    size_t size = bmp_head(b, width, height);
 
-    memset(b, 0, sizeof b);
-    CHECK(size <= (int)sizeof b);
-    b[0] = 'B';
-    b[1] = 'M';
-    b[2] = (unsigned char)size;
-    b[3] = (unsigned char)(size >> 8);
-    b[10] = 54;
-    b[14] = 40;
-    b[18] = (unsigned char)width;
-    b[22] = (unsigned char)height;
-    b[26] = 1;
-    b[28] = 24;
-    memset(b + 54, gray, (size_t)(size - 54));
-    mpt_test_write_file(work_file(name), b, (size_t)size);
+    CHECK(size <= sizeof b);
+    memset(b + 54, gray, size - 54);
+    mpt_test_write_file(work_file(name), b, size);
 }
 
 static void write_text(const char *name, const char *text) {
