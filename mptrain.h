@@ -10593,7 +10593,7 @@ MPT_API const mpt_backend *mpt_backend_cpu(void) {
  * Shapes:  value v: (capacity, height, width, channels); its gradient likewise. Parameters are one
  *          flat row of FP32 in layer order: conv (K,R,S,C), then its bias; gamma, beta;
  *          dense (out, in), then its bias.
- * Tested:  tests/test_model.c, tests/test_train.c
+ * Tested:  tests/test_gradients.c, against double precision; tests/test_custom.c
  * Next:    >>model, which makes a list of nodes a model.
  */
 typedef enum mpti_kind {
@@ -10896,7 +10896,7 @@ MPT_API int mpt_dropout(mpt_model *m, int x, float p) {
     return mpti_model_keep(m, node, 0, 0);
 }
 
-/* Asks a custom layer for its shape with n records. The shape lands in out, which may be a copy. */
+/* Asks a custom layer for shape, parameters and workspace with n records. */
 static mpt_result mpti_custom_infer(const mpt_model *m, const mpti_node *node, int64_t n,
                                     mpt_tensor *out, size_t *num_params, size_t *workspace) {
     mpt_tensor in[MPT_CUSTOM_MAX_INPUTS];
@@ -12941,7 +12941,7 @@ MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt
  * Idea:    each microbatch leaves gradients, statistics and counts in one flat row; rows meet in
  *          a fixed binary tree; then nine lines decide and update.
  * Shapes:  a row: (num_params) gradients | (num_stats) n * mean, n * variance of each batch norm
- * Tested:  tests/test_train.c
+ * Tested:  tests/test_train.c, test_skip.c, test_evaluate.c; test_reference.c against PyTorch
  * Next:    >>safetensors, in which what was learned is kept.
  */
 enum { MPTI_MAX_LEVELS = 32 }; /* of the tree: 2^32 microbatches a step */
@@ -14765,7 +14765,7 @@ MPT_API mpt_result mpt_safetensors_writer_finish(mpt_safetensors_writer *w) {
  * Idea:    two safetensors files: a checkpoint holds flat rows as they are in memory and the
  *          counters of the step; an export holds PyTorch's names and layout.
  * Shapes:  ours (K,R,S,C) and (out, h w c); theirs (K,C,R,S) and (out, c h w)
- * Tested:  tests/test_train.c
+ * Tested:  tests/test_state.c
  * Next:    the end. >>read leads back to the beginning.
  */
 /* ---- what was learned, as one number --------------------------------------------------------- */
