@@ -37,7 +37,7 @@ SCRIPT_ENV := MAKEFLAGS= CC='$(CC)' CXX='$(CXX)' CFLAGS='$(CFLAGS)' WARNINGS='$(
 MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := all
-.PHONY: all lessons tests examples demo bench test test-full asan ubsan tsan style install clean \
+.PHONY: all tests examples demo bench test test-full asan ubsan tsan style install clean \
         help FORCE
 
 # ---- building ------------------------------------------------------------------------------------

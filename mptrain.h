@@ -141,7 +141,7 @@
  *              and rounded to 16 bits for the next batch                  >>optim
  *   a report   tells what happened; a checkpoint keeps all of it          >>train >>state
  *
- * The last five are the nine lines of mpt_trainer_apply.
+ * The last four, but for the checkpoint, are the nine lines of mpt_trainer_apply.
  */
 
 /* =================================================================================================
@@ -152,7 +152,8 @@
  * multiply FP16 eight times as fast as FP32 (V100: 125 against 15.7 TFLOP/s). Training is bound by
  * moving numbers about, so half the bytes is much of the gain even where arithmetic isn't faster.
  *
- * WHAT FP16 CAN HOLD. One sign, five bits of exponent, eleven bits of fraction (one is implied):
+ * WHAT FP16 CAN HOLD. One sign, five bits of exponent, ten of fraction (eleven significant bits, as
+ * the leading 1 is implied):
  *
  *        2^-24          2^-14                1                    2^15 65504
  *     0 ---|--------------|------------------|---------------------|----|--- inf
@@ -185,10 +186,10 @@
  * overflowing, 20 steps in a row: mpt_trainer_apply ends in an error that names the first bad
  * tensor. mpt_trainer_autopsy runs a skipped step again and tells the layer, the tensor, the
  * element, a histogram of exponents, and the largest scale that would have fitted. If that is 0,
- * the forward pass isn't finite itself: lower the learning rate, look at the data, begin with
- * warm-up.
+ * no scale cures it, mostly since the forward pass isn't finite itself: lower the learning rate,
+ * look at the data, begin with warm-up.
  *
- * BF16 has FP32's range with eight bits of fraction: no scaling, but it needs masters all the more.
+ * BF16 has FP32's range with eight significant bits: no scaling, but it needs masters all the more.
  *
  * THE SAME IN OTHER WORDS. Apex: amp.initialize(opt_level="O2") is precision = MPT_PRECISION_FP16,
  * O1 is FP16_CAST, O3 FP16_PURE, O0 FP32. PyTorch: GradScaler is desc.loss_scaler; scale, unscale_,
@@ -703,14 +704,14 @@ typedef struct mpt_loader_desc {
 typedef struct mpt_loader mpt_loader;
 
 typedef struct mpt_batch {
-    mpt_tensor images; /* (N,H,W,C), lane-major; U8, F32 or F16, host memory */
+    mpt_tensor images; /* (N,H,W,C), lane-major; U8 (a model sees x / 255), F32, F16; on the host */
     mpt_tensor labels; /* (N), I32; -1 in slots that don't count */
     /* (N), key of the counter-based random numbers; NULL: the index in the batch */
     const uint64_t *sample_ids;
-    int32_t num_lanes; /* N = num_lanes * capacity; 0: one lane */
+    int32_t num_lanes; /* N = num_lanes * capacity, for training the trainer's batch size; 0: 1 */
     /* (num_lanes): the first lane_valid[i] of lane i's slots count, 0 allowed; NULL: all N */
     const int32_t *lane_valid;
-    int64_t num_valid;         /* their sum, at least 1 */
+    int64_t num_valid;         /* their sum; N, or 0 for not given, where lane_valid is NULL */
     struct mpt_loader *source; /* NULL for batches that the caller made */
     int64_t epoch, index;
 } mpt_batch; /* from a loader: valid until its next mpt_loader_next or _set_state */
@@ -796,14 +797,15 @@ MPT_API int mpt_global_avg_pool(mpt_model *m, int x);
 MPT_API int mpt_dense(mpt_model *m, int x, int out_features); /* flattens; with bias */
 MPT_API int mpt_dropout(mpt_model *m, int x, float p);        /* p in 0 .. 1, 1 excluded */
 
-/* A layer of your own, in FP32 whatever the precision: tensors are cast on the way in and out. */
+/* A layer of your own, in FP32 whatever the precision: tensors are cast on the way in and out. Its
+   functions are called on the thread that calls the trainer, and may use mpt_parallel_for. */
 enum { MPT_CUSTOM_MAX_INPUTS = 4 };
 typedef struct mpt_custom_args {
     const mpt_tensor *in; /* [num_in], each (n,h,w,c), F32; n records, those that count */
     int num_in;
     const float *params; /* (param_count) */
     mpt_tensor *out;     /* (n,h,w,c), F32; forward writes it, backward reads it */
-    /* backward: */
+    /* backward; all three are multiplied by the loss scale: */
     const mpt_tensor *dout; /* (n,h,w,c), F32 */
     mpt_tensor *din;        /* [num_in], F32: overwrite each */
     float *dparams;         /* (param_count): overwrite */
@@ -813,10 +815,13 @@ typedef struct mpt_custom_args {
     int training;               /* 0: evaluation */
 } mpt_custom_args;
 typedef struct mpt_custom_desc {
-    const char *name; /* for messages, at most 48 bytes; default: "custom" */
-    /* From in[num_in] (only shapes; dims[0] is the number of records, 1 while the model is built)
-       to the shape of out, the number of parameters and the bytes of workspace, all of them zero
-       before the call. A result other than MPT_OK is a wiring error. */
+    /* "prelu": its tensor is exported as "prelu0.weight"; at most 48 bytes, copied; default:
+       "custom". Parameters decay like weights. */
+    const char *name;
+    /* From in[num_in] (shapes only, data NULL; dims[0] is the number of records, 1 while the model
+       is built and a microbatch when a trainer is planned) to out's num_dims = 4 and dims, with
+       dims[0] as in's, the number of parameters and the bytes of workspace, all of them zero before
+       the call. A result other than MPT_OK is a wiring error. */
     mpt_result (*infer)(const mpt_tensor *in, int num_in, mpt_tensor *out, size_t *param_count,
                         size_t *workspace, void *user);
     /* Optional: initial parameters; default: zeros. */
@@ -972,7 +977,7 @@ typedef struct mpt_loss_scaler_desc {
 
 typedef enum mpt_loss_scaler_preset {
     MPT_LOSS_SCALER_APEX =
-        0, /* 2^16, x2 after 2000, cap 2^24; down to 1. The default, spelled out */
+        0, /* 2^16, x2 after 2000, cap 2^24, as Apex; the floor of 1 is ours. The default */
     MPT_LOSS_SCALER_GRADSCALER, /* torch.amp.GradScaler: 2^16, x2 after 2000, no cap, below 1 too */
     MPT_LOSS_SCALER_KERAS       /* LossScaleOptimizer: 2^15, x2 after 2000, no cap, down to 1 */
 } mpt_loss_scaler_preset;
@@ -1124,7 +1129,7 @@ typedef struct mpt_trainer_desc {
     mpt_schedule_desc schedule;
     int64_t total_steps; /* what the schedule runs to; needed by cosine, poly and one-cycle */
     mpt_loss_scaler_desc loss_scaler;
-    float label_smoothing; /* 0 .. 1 */
+    float label_smoothing; /* 0 .. 1, 1 excluded */
     int accumulate_steps;  /* lanes of this rank in one step; default: 1 */
     int slices;            /* each lane's batch cut into so many equal microbatches; default: 1 */
     uint64_t seed;         /* of initial weights and dropout; 0 is a seed like any other */
@@ -1151,7 +1156,8 @@ typedef struct mpt_step_report {
     float loss_scale;    /* that this step was computed with */
     float learning_rate; /* of this step; 0 if it was skipped */
     float grad_norm;     /* of the unscaled gradient before clipping; 0 if it was skipped */
-    int skipped; /* 1: gradients were not finite; nothing changed, scale lowered. Not an error */
+    int skipped; /* 1: gradients were not finite; nothing changed but a dynamic scale above its
+                    minimum, which is lower now; loss may be NaN. Not an error */
 } mpt_step_report;
 
 typedef struct mpt_metrics {
@@ -1175,31 +1181,36 @@ MPT_API MPT_CHECKED mpt_result mpt_trainer_step(mpt_trainer *t, const mpt_batch 
                                                 mpt_step_report *out);
 /* Forward and backward on a batch of one or more lanes; accumulate_steps of them at most. */
 MPT_API MPT_CHECKED mpt_result mpt_trainer_accumulate(mpt_trainer *t, const mpt_batch *batch);
-/* Check, unscale, clip, update. MPT_ERR_INVALID_STATE if nothing was accumulated, and when the loss
+/* Check, unscale, clip, update: the mean is over the records that came, so fewer lanes than
+   accumulate_steps are fine. MPT_ERR_INVALID_STATE if nothing was accumulated, and when the loss
    scale is at its minimum and steps are still skipped: the message names the first bad tensor. */
 MPT_API MPT_CHECKED mpt_result mpt_trainer_apply(mpt_trainer *t, mpt_step_report *out);
 /* Waits for the device; out is the report of the last step. On the CPU there is nothing to wait
    for. MPT_ERR_INVALID_STATE before the first step. */
 MPT_API MPT_CHECKED mpt_result mpt_trainer_sync(mpt_trainer *t, mpt_step_report *out);
 
-/* Why was the last step skipped? Give it that step's batch once more, before the next one: forward
-   and backward run again, and nothing is changed. */
+/* Why was the last step skipped? Give it that step's batch once more, before the next one (of
+   several mpt_trainer_accumulate each of theirs; if nothing is found, their sum overflowed).
+   Forward and backward run again, once for each halving down to largest_scale; nothing changes. */
 typedef struct mpt_overflow {
-    int found;          /* 0: all is finite at this scale; the rest is 0 */
+    int found;          /* 0: all is finite at this scale; of the rest only scale is set */
     char layer[64];     /* of the first tensor, in the order of computation, with an inf or NaN */
     const char *tensor; /* "output", "gradient of the output", "gradient of the parameters" */
     int64_t index;      /* of its first inf or NaN */
     float scale;        /* that the step ran with */
-    mpt_autopsy values; /* of that tensor */
+    mpt_autopsy values; /* of that tensor; its largest_scale is 0 for an "output", which no scale
+                           multiplies, and holds for 16-bit storage */
     float largest_scale; /* the largest power of two, at most `scale`, at which nothing overflows;
-                            0: there is none, since the forward pass isn't finite itself */
+                            0: none cures it, as the forward pass isn't finite itself (tensor is
+                            "output"), or the backward pass makes inf or NaN at every scale */
 } mpt_overflow;
 MPT_API MPT_CHECKED mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch,
                                                    mpt_overflow *out);
-/* One epoch of data in inference mode: each record counts once. */
+/* From where data stands to the end of its epoch, in inference mode. From the beginning, with
+   MPT_LAST_BATCH_KEEP and without augmentation, each record counts once, as it is. */
 MPT_API MPT_CHECKED mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out);
-/* Probabilities (num_valid of the first lane, classes), row by row into probabilities. The batch
-   needs no labels. */
+/* Probabilities (r, classes) of the first lane's r records, row by row: r = lane_valid[0], without
+   lane_valid N / num_lanes. Any number of them; the batch needs no labels. */
 MPT_API MPT_CHECKED mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch,
                                            float *probabilities);
 typedef struct mpt_trainer_info {
@@ -11205,7 +11216,7 @@ static mpt_custom_args mpti_custom_args(const mpti_net *net, const mpti_node *no
 
     memset(&a, 0, sizeof a);
     a.num_in = node->num_in;
-    a.params = net->masters + (node->num_params ? node->param_offset : 0);
+    a.params = node->num_params ? net->masters + node->param_offset : NULL;
     a.workspace = net->workspace;
     a.sample_ids = net->sample_ids;
     a.training = net->training;
@@ -11417,8 +11428,10 @@ static mpt_result mpti_step_backward_custom(mpti_net *net, int v) {
     a.out = &out;
     a.dout = &dout;
     a.din = din;
-    a.dparams = net->gradients + (node->num_params ? node->param_offset : 0);
-    memset(a.dparams, 0, sizeof *a.dparams * (size_t)node->num_params);
+    if (node->num_params) {
+        a.dparams = net->gradients + node->param_offset;
+        memset(a.dparams, 0, sizeof *a.dparams * (size_t)node->num_params);
+    }
     if (casts.rc == MPT_OK && net->num_valid) rc = node->custom.backward(&a, node->custom.user);
     for (i = 0; i < node->num_in; i++) {
         const mpti_node *from = &net->model->nodes[node->in[i]];
@@ -13468,6 +13481,11 @@ static mpt_result mpti_trainer_check_batch(const mpt_trainer *t, const mpt_batch
                          (long long)x->dims[1], (long long)x->dims[2], (long long)x->dims[3],
                          input->h, input->w, input->c);
     *capacity = x->dims[0] / lanes;
+    if (!b->lane_valid && b->num_valid != 0 && b->num_valid != x->dims[0])
+        return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_batch.num_valid is %lld, but without lane_valid all %lld records "
+                         "count: set lane_valid",
+                         (long long)b->num_valid, (long long)x->dims[0]);
     for (lane = 0; b->lane_valid && lane < lanes; lane++)
         if (b->lane_valid[lane] < 0 || b->lane_valid[lane] > *capacity)
             return MPTI_FAIL(err, MPT_ERR_INVALID_ARGUMENT,
@@ -13506,7 +13524,8 @@ static mpt_result mpti_trainer_check_training(const mpt_trainer *t, const mpt_ba
     if (rc) return rc;
     if (*capacity != t->batch_size)
         return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                         "the batch has %lld records a lane, the trainer was made for %d",
+                         "the batch has %lld records a lane, the trainer was made for %d: fill "
+                         "it up and set lane_valid",
                          (long long)*capacity, t->batch_size);
     if (mpti_lane_count(b) * t->desc.slices > room)
         return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
@@ -13745,6 +13764,7 @@ static mpt_result mpti_overflow_look(mpti_net *net, int v, const char *tensor, c
     t.dtype = dtype;
     rc = mpt_tensor_autopsy(&t, out->scale, net->operand, &out->values);
     if (rc || out->values.first_bad < 0) return rc;
+    if (!strcmp(tensor, "output")) out->values.largest_scale = 0; /* no scale is in it */
     out->found = 1;
     out->tensor = tensor;
     out->index = out->values.first_bad;
@@ -13850,6 +13870,7 @@ MPT_API mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch, m
     if (rc == MPT_OK) rc = mpti_trainer_find_overflow(t, batch, t->last.loss_scale, out);
     if (rc == MPT_OK && out->found)
         rc = mpti_trainer_fitting_scale(t, batch, out, &out->largest_scale);
+    else memset(&out->values, 0, sizeof out->values);
     return mpti_report(t->ctx, rc);
 }
 

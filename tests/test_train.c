@@ -270,6 +270,9 @@ MPT_TEST(batches_that_do_not_fit_are_refused) {
     b.labels.dims[0] = 3;
     check_batch_refused(&r, &b, MPT_ERR_INVALID_ARGUMENT, "labels");
     b = pictures_batch(&p, 0, 4);
+    b.num_valid = 3;
+    check_batch_refused(&r, &b, MPT_ERR_INVALID_ARGUMENT, "set lane_valid");
+    b = pictures_batch(&p, 0, 4);
     b.images.data = NULL;
     check_batch_refused(&r, &b, MPT_ERR_INVALID_ARGUMENT, "images");
     pictures_free(&p);
