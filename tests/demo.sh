@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `make demo` for one epoch, and what it leaves; with MPT_TEST_FULL also whole runs in FP16 and FP32,
-# which have to end equally well. Part of continuous integration: needs the package
+# `make demo` for one epoch, and what it leaves; with MPT_TEST_FULL also whole runs in FP16 and in
+# FP32, which have to end equally well. Part of continuous integration: needs the package
 # dataset-fashion-mnist, and half a minute of two cores (full: five). One line a check: "ok ...",
 # "FAIL ...".
 set -u
