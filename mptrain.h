@@ -8668,9 +8668,9 @@ MPT_API mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc, mp
     if (d.alignment == 0) d.alignment = MPTI_ALIGNMENT;
     if (!d.purpose) d.purpose = "an arena";
     if (d.capacity_bytes == 0 || (d.alignment & (d.alignment - 1)) != 0)
-        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                          "mpt_arena_desc: capacity_bytes must be above 0, "
-                                          "alignment a power of two"));
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "mpt_arena_desc: capacity_bytes must be above 0, "
+                           "alignment a power of two");
     a = (mpt_arena *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *a);
     if (a) {
         a->ctx = ctx;
@@ -8680,9 +8680,8 @@ MPT_API mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc, mp
     }
     if (!a || !a->base) {
         mpt_arena_destroy(a);
-        return mpti_report(ctx, MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                          "no memory for %s: %.1f MB", d.purpose,
-                                          (double)d.capacity_bytes / 1e6));
+        return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for %s: %.1f MB", d.purpose,
+                           (double)d.capacity_bytes / 1e6);
     }
     *out = a;
     return MPT_OK;
@@ -8712,17 +8711,15 @@ MPT_API mpt_result mpt_arena_tensor(mpt_arena *a, mpt_dtype dtype, const int64_t
     for (i = 0; i < num_dims; i++) {
         t.dims[i] = dims[i];
         if (dims[i] < 0)
-            return mpti_report(a->ctx, MPTI_FAIL(&a->ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                                                 "mpt_arena_tensor: dims[%d] is negative", i));
+            return MPTI_REPORT(a->ctx, MPT_ERR_INVALID_ARGUMENT,
+                               "mpt_arena_tensor: dims[%d] is negative", i);
         if (!mpti_mul(bytes, (size_t)dims[i], &bytes)) bytes = SIZE_MAX;
     }
     t.data = mpti_arena_take(a, bytes);
     if (!t.data)
-        return mpti_report(a->ctx, MPTI_FAIL(&a->ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                             "%s: a tensor of %zu bytes doesn't fit: %zu of %zu "
-                                             "are taken",
-                                             a->desc.purpose, bytes, a->used,
-                                             a->desc.capacity_bytes));
+        return MPTI_REPORT(a->ctx, MPT_ERR_OUT_OF_MEMORY,
+                           "%s: a tensor of %zu bytes doesn't fit: %zu of %zu are taken",
+                           a->desc.purpose, bytes, a->used, a->desc.capacity_bytes);
     *out = t;
     return MPT_OK;
 }
@@ -11588,17 +11585,14 @@ MPT_API mpt_result mpt_model_create(mpt_ctx *ctx, int height, int width, int cha
     *out = NULL;
     if (height < 1 || width < 1 || channels < 1 || height > 16384 || width > 16384 ||
         channels > 4096)
-        return mpti_report(
-            ctx,
-            MPTI_FAIL(
-                &ctx->error, MPT_ERR_INVALID_ARGUMENT,
-                "mpt_model_create: height and width must be in 1 .. 16384, channels in 1 .. 4096"));
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "mpt_model_create: height and width must be in 1 .. 16384, channels in "
+                           "1 .. 4096");
     m = (mpt_model *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *m);
     if (m) m->ctx = ctx;
     if (!m || !mpti_model_grow(m)) {
         mpt_model_destroy(m);
-        return mpti_report(ctx,
-                           MPTI_FAIL(&ctx->error, MPT_ERR_OUT_OF_MEMORY, "no memory for a model"));
+        return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a model");
     }
     m->logits = -1;
     m->nodes[0].h = height;
@@ -11707,7 +11701,7 @@ MPT_API mpt_result mpt_model_finish(mpt_model *m, int logits) {
     m->places = (mpti_place *)mpti_calloc(&m->ctx->desc.allocator, (size_t)m->num_nodes,
                                           sizeof *m->places);
     if (!m->places)
-        return mpti_report(m->ctx, MPTI_FAIL(err, MPT_ERR_OUT_OF_MEMORY, "no memory for a model"));
+        return MPTI_REPORT(m->ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a model");
     m->nodes[logits].num_uses++; /* the loss reads it: so it is never fused away */
     mpti_model_fuse(m);
     m->logits = logits;
@@ -13340,8 +13334,7 @@ MPT_API mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc
     *out = NULL;
     t = (mpt_trainer *)mpti_calloc(&m->ctx->desc.allocator, 1, sizeof *t);
     if (!t)
-        return mpti_report(m->ctx, MPTI_FAIL(&m->ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                             "no memory for a trainer"));
+        return MPTI_REPORT(m->ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a trainer");
     rc = mpti_trainer_prepare(t, m, desc, batch_size);
     if (rc == MPT_OK) rc = mpti_trainer_open_arenas(t);
     if (rc == MPT_OK) rc = mpti_trainer_make_lists(t);
@@ -13730,8 +13723,8 @@ MPT_API mpt_result mpt_trainer_step(mpt_trainer *t, const mpt_batch *batch, mpt_
 MPT_API mpt_result mpt_trainer_sync(mpt_trainer *t, mpt_step_report *out) {
     if (!t || !out) return MPT_ERR_INVALID_ARGUMENT;
     if (t->last.step == 0)
-        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
-                                             "mpt_trainer_sync: no step has been taken yet"));
+        return MPTI_REPORT(t->ctx, MPT_ERR_INVALID_STATE,
+                           "mpt_trainer_sync: no step has been taken yet");
     *out = t->last;
     return MPT_OK;
 }
@@ -13863,9 +13856,9 @@ MPT_API mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch, m
 
     if (!t || !batch || !out) return MPT_ERR_INVALID_ARGUMENT;
     if (!t->last.skipped || t->microbatches > 0)
-        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
-                                             "mpt_trainer_autopsy: the last step was not skipped, "
-                                             "or the next has begun"));
+        return MPTI_REPORT(t->ctx, MPT_ERR_INVALID_STATE,
+                           "mpt_trainer_autopsy: the last step was not skipped, "
+                           "or the next has begun");
     rc = mpti_trainer_check_training(t, batch, &capacity);
     if (rc == MPT_OK) rc = mpti_trainer_find_overflow(t, batch, t->last.loss_scale, out);
     if (rc == MPT_OK && out->found)
@@ -14934,8 +14927,7 @@ MPT_API mpt_result mpt_trainer_export(mpt_trainer *t, const mpt_export_desc *des
     bytes = (size_t)(t->model->num_params + t->model->num_stats) * sizeof *buffer;
     buffer = (float *)mpti_alloc(a, bytes);
     if (!buffer)
-        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                             "no memory to export weights"));
+        return MPTI_REPORT(t->ctx, MPT_ERR_OUT_OF_MEMORY, "no memory to export weights");
     memset(&d, 0, sizeof d);
     d.path = desc->path;
     d.io = desc->io;
@@ -15005,8 +14997,7 @@ MPT_API mpt_result mpt_trainer_import(mpt_trainer *t, const mpt_io *io, const ch
     bytes = (size_t)(t->model->num_params + t->model->num_stats) * sizeof *buffer;
     buffer = (float *)mpti_alloc(&t->ctx->desc.allocator, bytes);
     if (!buffer)
-        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_OUT_OF_MEMORY,
-                                             "no memory to import weights"));
+        return MPTI_REPORT(t->ctx, MPT_ERR_OUT_OF_MEMORY, "no memory to import weights");
     memset(&d, 0, sizeof d);
     d.path = path;
     d.io = io;
@@ -15103,8 +15094,8 @@ MPT_API mpt_result mpt_trainer_save(mpt_trainer *t, mpt_loader *data, const mpt_
 
     if (!t || !path) return MPT_ERR_INVALID_ARGUMENT;
     if (t->microbatches > 0)
-        return mpti_report(t->ctx, MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
-                                             "mpt_trainer_save: in the middle of a step"));
+        return MPTI_REPORT(t->ctx, MPT_ERR_INVALID_STATE,
+                           "mpt_trainer_save: in the middle of a step");
     memset(&d, 0, sizeof d);
     d.path = path;
     d.io = io;
