@@ -56,8 +56,8 @@ static int bench_data_options(bench_options *o, cli_option *options) {
 static int bench_network_options(bench_options *o, cli_option *options) {
     static const char by_arch[] = "by architecture";
 
-    options[0] = cli_choice("arch", 'a', &o->arch, BENCH_ARCHS, "network");
-    options[1] = cli_choice("precision", 0, &o->precision, BENCH_PRECISIONS, "what is stored");
+    options[0] = cli_choice("arch", 'a', &o->arch, NETWORK_NAMES, "network");
+    options[1] = cli_choice("precision", 0, &o->precision, NETWORK_PRECISIONS, "what is stored");
     options[2] = cli_choice("device", 0, &o->device, "cpu", "where it runs");
     options[3] = cli_default(cli_int("batch-size", 'b', &o->batch_size, 1, 65536, "N",
                                      "pictures in a step"),
@@ -81,8 +81,8 @@ static bench_options bench_defaults(const bench_kind *kind) {
     o.record_bytes = 110 * 1024; /* a record of ImageNet */
     o.max_record_bytes = (int64_t)1 << 30;
     o.threads = (int64_t)sysconf(_SC_NPROCESSORS_ONLN);
-    o.arch = cli_choice_from_text("resnet20", BENCH_ARCHS);
-    o.precision = cli_choice_from_text("fp16", BENCH_PRECISIONS);
+    o.arch = cli_choice_from_text("resnet20", NETWORK_NAMES);
+    o.precision = cli_choice_from_text("fp16", NETWORK_PRECISIONS);
     return o;
 }
 

@@ -192,7 +192,7 @@ static void predict_make_options(predict_options *o, cli_option *q) {
     *q++ = cli_default(cli_int("limit", 0, &o->limit, 1, INT64_MAX, "N", "records, no more"), "");
     *q++ = cli_flag("json", 0, &o->json, "one JSON object a line");
     *q++ = cli_flag("draw", 0, &o->draw, "draw each picture in the terminal");
-    *q++ = cli_default(cli_choice("arch", 'a', &o->arch, PREDICT_ARCHS, "network"), by_file);
+    *q++ = cli_default(cli_choice("arch", 'a', &o->arch, NETWORK_NAMES, "network"), by_file);
     *q++ = cli_default(cli_int("image-size", 0, &o->image_size, 1, PREDICT_MAX_SIDE, "N",
                                "height and width of a picture"),
                        by_file);
@@ -208,7 +208,7 @@ static void predict_make_options(predict_options *o, cli_option *q) {
     *q++ = cli_text("image-key", 0, &o->image_key, "NAME", "feature with the picture");
     *q++ = cli_text("label-key", 0, &o->label_key, "NAME", "feature with the label");
     *q++ = cli_text("label-offset", 0, &o->label_offset, "auto|N", "number of the first class");
-    *q++ = cli_choice("precision", 0, &o->precision, PREDICT_PRECISIONS, "what is stored");
+    *q++ = cli_choice("precision", 0, &o->precision, NETWORK_PRECISIONS, "what is stored");
     *q++ = cli_int("batch-size", 'b', &o->batch_size, 1, 65536, "N", "records at a time");
     *q++ = cli_env(cli_default(cli_int("threads", 0, &o->threads, 1, 1024, "N", "that compute"),
                                "cores"),

@@ -3,9 +3,7 @@
 #define MPT_BENCH_NETWORK_H
 
 #include "bench/measure.h"
-
-#define BENCH_ARCHS "lenet|mlp|resnet20|resnet32|resnet56|resnet18|resnet34|resnet50"
-#define BENCH_PRECISIONS "fp32|fp16|bf16"
+#include "common/network.h"
 
 /* Pictures and batches as these networks usually get them. */
 typedef struct bench_arch {
@@ -31,8 +29,8 @@ static int bench_network_make(mpt_ctx *ctx, const bench_options *o, bench_networ
     mpt_result rc;
 
     memset(n, 0, sizeof *n);
-    cli_choice_name(BENCH_ARCHS, o->arch, n->arch, sizeof n->arch);
-    cli_choice_name(BENCH_PRECISIONS, o->precision, n->precision, sizeof n->precision);
+    cli_choice_name(NETWORK_NAMES, o->arch, n->arch, sizeof n->arch);
+    cli_choice_name(NETWORK_PRECISIONS, o->precision, n->precision, sizeof n->precision);
     n->image_size = o->image_size ? (int)o->image_size : d.image_size;
     n->channels = o->channels ? (int)o->channels : d.channels;
     n->num_classes = o->num_classes ? (int)o->num_classes : d.num_classes;

@@ -18,6 +18,10 @@
 #include "common/cli.h"
 #include "mptrain.h"
 
+/* Networks and storage types that the programs know by a word. */
+#define NETWORK_NAMES "lenet|mlp|resnet20|resnet32|resnet56|resnet18|resnet34|resnet50"
+#define NETWORK_PRECISIONS "fp32|fp16|bf16"
+
 enum {
     NETWORK_MAX_WORDS = 24,
     NETWORK_MAX_NAMES = 512,

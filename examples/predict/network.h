@@ -12,15 +12,12 @@
 
 #include "common/network.h"
 
-#define PREDICT_ARCHS "lenet|mlp|resnet20|resnet32|resnet56|resnet18|resnet34|resnet50"
-#define PREDICT_PRECISIONS "fp32|fp16|bf16"
-
 enum { PREDICT_MAX_SIDE = 4096, PREDICT_MAX_CLASSES = 1000000 };
 
 typedef struct predict_options {
     const char *weights;
     cli_list data; /* TFRecords; else operands are pictures */
-    int arch;      /* place in PREDICT_ARCHS; -1: as the file says */
+    int arch;      /* place in NETWORK_NAMES; -1: as the file says */
     int precision;
     int64_t image_size, channels, num_classes; /* 0: as the file says */
     const char *mean, *std, *classes;          /* NULL: as the file says */
@@ -208,13 +205,13 @@ static int predict_describe(const predict_options *o, mpt_safetensors *file, pre
     const char *described = mpt_safetensors_metadata(file, "mptrain.description");
     int code;
 
-    if (o->arch >= 0) cli_choice_name(PREDICT_ARCHS, o->arch, n->arch, sizeof n->arch);
-    else if (arch && cli_choice_from_text(arch, PREDICT_ARCHS) >= 0)
+    if (o->arch >= 0) cli_choice_name(NETWORK_NAMES, o->arch, n->arch, sizeof n->arch);
+    else if (arch && cli_choice_from_text(arch, NETWORK_NAMES) >= 0)
         snprintf(n->arch, sizeof n->arch, "%s", arch);
     else if (arch)
         return cli_error("predict", CLI_EXIT_FAILURE,
                          "%s: it is of the network '%.40s', which is none of %s", o->weights, arch,
-                         PREDICT_ARCHS);
+                         NETWORK_NAMES);
     else if (described && !(n->description = predict_copy(described))) return predict_no_memory();
     code = predict_number(o, file, "mptrain.image_size", o->image_size, PREDICT_MAX_SIDE, &n->size);
     if (!code) code = predict_number(o, file, "mptrain.channels", o->channels, 3, &n->channels);

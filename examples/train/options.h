@@ -3,7 +3,7 @@
 #ifndef TRAIN_OPTIONS_H
 #define TRAIN_OPTIONS_H
 
-#include "common/cli.h"
+#include "common/network.h"
 #include "mptrain.h"
 
 #define TRAIN_NAME "train"
@@ -57,8 +57,6 @@ typedef struct train_options {
 /* Places in the lists of words below. */
 enum { OPTIMIZER_SGD = 0, OPTIMIZER_ADAM, OPTIMIZER_ADAMW, OPTIMIZER_LARS };
 enum { LOG_AUTO = 0, LOG_TEXT, LOG_JSON };
-#define TRAIN_PRECISIONS "fp32|fp16|bf16"
-#define TRAIN_NETWORKS "lenet|mlp|resnet20|resnet32|resnet56|resnet18|resnet34|resnet50"
 
 static void options_set_defaults(train_options *o) {
     int64_t cores = (int64_t)sysconf(_SC_NPROCESSORS_ONLN);
@@ -160,7 +158,7 @@ static void options_add_training(train_options *o) {
     options_add(o, cli_default(cli_double("clip-grad-norm", 0, &o->clip_grad_norm, 0, 1e9, "X",
                                           "largest L2 norm of all gradients together"),
                                "none"));
-    options_add(o, cli_default(cli_choice("precision", 0, &o->precision, TRAIN_PRECISIONS,
+    options_add(o, cli_default(cli_choice("precision", 0, &o->precision, NETWORK_PRECISIONS,
                                           "of weights and activations"),
                                "fp16 where the processor converts it, else fp32"));
     options_add(o, cli_default(cli_choice("opt-level", 0, &o->opt_level, "O0|O1|O2|O3",
@@ -332,8 +330,8 @@ static int options_check_mode(const train_options *o) {
     if (o->evaluate && o->val_data.count == 0) return options_usage("--evaluate needs --val-data");
     if (o->evaluate && !o->init && !resumes)
         return options_usage("--evaluate needs weights: --init FILE, or --resume PATH");
-    if (!options_ends_with(o->arch, ".txt") && cli_choice_from_text(o->arch, TRAIN_NETWORKS) < 0)
-        return options_usage("--arch: '%s' is none of %s, nor a FILE.txt", o->arch, TRAIN_NETWORKS);
+    if (!options_ends_with(o->arch, ".txt") && cli_choice_from_text(o->arch, NETWORK_NAMES) < 0)
+        return options_usage("--arch: '%s' is none of %s, nor a FILE.txt", o->arch, NETWORK_NAMES);
     if (o->evaluate && o->steps > 0) return options_usage("--steps: --evaluate trains none");
     if (strcmp(o->device, "cpu") != 0)
         return options_usage("--device: '%s': this build knows cpu only", o->device);
