@@ -1185,8 +1185,8 @@ MPT_API MPT_CHECKED mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_de
    and biases of convolutions 0. The model must outlive the trainer. */
 MPT_API MPT_CHECKED mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc,
                                                   int batch_size, mpt_trainer **out);
-/* One optimizer step on all records of a batch: accumulate for each lane and slice, then apply. On a
-   device the step is only begun: out is the report of the step before (out->step tells; 0: there
+/* One optimizer step on all records of a batch: accumulate for each lane and slice, then apply. On
+   a device the step is only begun: out is the report of the step before (out->step tells; 0: there
    was none), and mpt_trainer_sync waits for the last one. */
 MPT_API MPT_CHECKED mpt_result mpt_trainer_step(mpt_trainer *t, const mpt_batch *batch,
                                                 mpt_step_report *out);
@@ -1557,8 +1557,8 @@ struct mpt_backend {
     mpt_result (*stage_reserve)(void *self, size_t bytes);
     mpt_result (*stage_begin)(void *self, void **host);
     mpt_result (*stage_end)(void *self, size_t bytes, void **data);
-    /* Between begin and end operators are recorded, not run; `which` is 0 .. 3. replay runs what was
-       recorded; MPT_END: nothing was. */
+    /* Between begin and end operators are recorded, not run; `which` is 0 .. 3. replay runs what
+       was recorded; MPT_END: nothing was. */
     mpt_result (*record_begin)(void *self);
     mpt_result (*record_end)(void *self, int which);
     mpt_result (*replay)(void *self, int which);
@@ -9122,36 +9122,36 @@ static bool mpti_is_storage(mpt_dtype dtype) {
     return dtype == MPT_F32 || dtype == MPT_F16 || dtype == MPT_BF16;
 }
 
-static mpt_result mpti_op_error(const mpti_cpu *cpu, const char *op, const char *what) {
-    return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT, "%s: %s", op, what);
+static mpt_result mpti_op_error(mpt_ctx *ctx, const char *op, const char *what) {
+    return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT, "%s: %s", op, what);
 }
 
-static mpt_result mpti_check_slice(const mpti_cpu *cpu, const char *op, int n, int num_valid,
+static mpt_result mpti_check_slice(mpt_ctx *ctx, const char *op, int n, int num_valid,
                                    mpt_dtype dtype, double per_sample) {
     if (n < 1 || num_valid < 0 || num_valid > n)
-        return mpti_op_error(cpu, op, "n must be at least 1 and num_valid 0 .. n");
+        return mpti_op_error(ctx, op, "n must be at least 1 and num_valid 0 .. n");
     if (!mpti_is_storage(dtype))
-        return mpti_op_error(cpu, op, "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
+        return mpti_op_error(ctx, op, "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
     /* 2^50 elements: no product of sizes overflows 64 bits (a double is exact enough to tell) */
     if (per_sample < 1 || per_sample * n > 1125899906842624.0)
-        return mpti_op_error(cpu, op, "a dimension is less than 1, or all together are too large");
+        return mpti_op_error(ctx, op, "a dimension is less than 1, or all together are too large");
     return MPT_OK;
 }
 
 /* Sizes up to 2^30: then positions with padding, and steps beyond the end, are ints too. */
 static bool mpti_is_size(int size) { return size >= 1 && size <= 1 << 30; }
 
-static mpt_result mpti_check_images(const mpti_cpu *cpu, const char *op, int n, int num_valid,
+static mpt_result mpti_check_images(mpt_ctx *ctx, const char *op, int n, int num_valid,
                                     int h, int wd, int c, mpt_dtype dtype) {
     if (!mpti_is_size(h) || !mpti_is_size(wd) || !mpti_is_size(c))
-        return mpti_op_error(cpu, op, "h, wd and c must be at least 1 and at most 2^30");
-    return mpti_check_slice(cpu, op, n, num_valid, dtype, (double)h * wd * c);
+        return mpti_op_error(ctx, op, "h, wd and c must be at least 1 and at most 2^30");
+    return mpti_check_slice(ctx, op, n, num_valid, dtype, (double)h * wd * c);
 }
 
-static mpt_result mpti_check_workspace(const mpti_cpu *cpu, const char *op, const void *workspace,
+static mpt_result mpti_check_workspace(mpt_ctx *ctx, const char *op, const void *workspace,
                                        size_t have, size_t need) {
     if (need == 0 || (workspace && have >= need)) return MPT_OK;
-    return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT,
+    return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT,
                        "%s: the workspace has %zu bytes and needs %zu (see %s_workspace_bytes)", op,
                        workspace ? have : (size_t)0, need, op);
 }
@@ -9826,36 +9826,36 @@ static const mpti_cpu_family mpti_cpu_families[] = {
      mpti_conv2d_define_bytes, mpti_conv2d_define},
 };
 
-static mpt_result mpti_check_conv2d(const mpti_cpu *cpu, const char *op, const mpt_conv2d_args *a) {
+static mpt_result mpti_check_conv2d(mpt_ctx *ctx, const char *op, const mpt_conv2d_args *a) {
     const int64_t h = a->h + 2 * (int64_t)a->padding, wd = a->wd + 2 * (int64_t)a->padding;
     const double input = (double)h * (double)wd * a->c, output = (double)a->p * a->q * a->k;
     mpt_result rc;
 
     if (!mpti_is_size(a->h) || !mpti_is_size(a->wd) || a->c < 1 || a->k < 1 || a->r < 1 || a->s < 1)
         return mpti_op_error(
-            cpu, op, "h, wd, c, k, r and s must be at least 1, h and wd at most 2^30");
+            ctx, op, "h, wd, c, k, r and s must be at least 1, h and wd at most 2^30");
     if (a->stride < 1 || a->stride > 64 || a->padding < 0 || a->padding > 32767 || a->r > 32767 ||
         a->s > 32767)
         return mpti_op_error(
-            cpu, op, "stride must be 1 .. 64, padding 0 .. 32767, r and s at most 32767");
+            ctx, op, "stride must be 1 .. 64, padding 0 .. 32767, r and s at most 32767");
     if ((double)a->s * a->c > 1073741824.0 || (double)a->s * a->k > 1073741824.0)
-        return mpti_op_error(cpu, op, "s * c and s * k must be at most 2^30");
+        return mpti_op_error(ctx, op, "s * c and s * k must be at most 2^30");
     if (h < a->r || wd < a->s)
-        return mpti_op_error(cpu, op, "the filter is larger than the padded input");
+        return mpti_op_error(ctx, op, "the filter is larger than the padded input");
     if (a->p != (h - a->r) / a->stride + 1 || a->q != (wd - a->s) / a->stride + 1)
-        return mpti_op_error(cpu, op, "p and q must be (size + 2 * padding - filter) / stride + 1");
-    rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, input > output ? input : output);
+        return mpti_op_error(ctx, op, "p and q must be (size + 2 * padding - filter) / stride + 1");
+    rc = mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, input > output ? input : output);
     if (rc) return rc;
-    return mpti_check_slice(cpu, op, a->k, 0, a->dtype, (double)a->r * a->s * (a->c + 16.0));
+    return mpti_check_slice(ctx, op, a->k, 0, a->dtype, (double)a->r * a->s * (a->c + 16.0));
 }
 
 static mpt_result mpti_conv2d(void *self, const mpt_conv2d_args *a, mpti_direction direction,
                               const char *op) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
-    mpt_result rc = mpti_check_conv2d(cpu, op, a);
+    mpt_result rc = mpti_check_conv2d(cpu->ctx, op, a);
 
     if (rc) return rc;
-    rc = mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
+    rc = mpti_check_workspace(cpu->ctx, op, a->workspace, a->workspace_bytes,
                               cpu->family->conv2d_bytes(a, direction));
     return rc ? rc : cpu->family->conv2d(cpu, a, direction);
 }
@@ -9864,7 +9864,7 @@ static mpt_result mpti_conv2d(void *self, const mpt_conv2d_args *a, mpti_directi
 static size_t mpti_conv2d_bytes(void *self, const mpt_conv2d_args *a, mpti_direction direction) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
 
-    if (mpti_check_conv2d(cpu, "workspace_bytes", a)) return 0;
+    if (mpti_check_conv2d(cpu->ctx, "workspace_bytes", a)) return 0;
     return cpu->family->conv2d_bytes(a, direction);
 }
 
@@ -9892,13 +9892,17 @@ static mpt_conv2d_args mpti_dense_as_conv2d(const mpt_dense_args *a) {
     return c;
 }
 
+static mpt_result mpti_check_dense(mpt_ctx *ctx, const char *op, const mpt_dense_args *a) {
+    if (a->in < 1 || a->out < 1) return mpti_op_error(ctx, op, "in and out must be at least 1");
+    return mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, (double)a->in + a->out);
+}
+
 static mpt_result mpti_dense(void *self, const mpt_dense_args *a, mpti_direction direction,
                              const char *op) {
     mpt_conv2d_args c = mpti_dense_as_conv2d(a);
+    mpt_result rc = mpti_check_dense(((const mpti_cpu *)self)->ctx, op, a);
 
-    if (a->in < 1 || a->out < 1)
-        return mpti_op_error((const mpti_cpu *)self, op, "in and out must be at least 1");
-    return mpti_conv2d(self, &c, direction, op);
+    return rc ? rc : mpti_conv2d(self, &c, direction, op);
 }
 
 /* Four entries of the table: mpti_conv2d_fprop, _conv2d_fprop_bytes, _dense_fprop, ... */
@@ -9955,14 +9959,14 @@ static int64_t mpti_batchnorm_chunks(const mpt_batchnorm_args *a) {
     return mpti_min64(((int64_t)a->n * a->h * a->wd + 63) / 64, MPTI_BATCHNORM_CHUNKS);
 }
 
-static mpt_result mpti_batchnorm_check(const mpti_cpu *cpu, const char *op,
+static mpt_result mpti_check_batchnorm(mpt_ctx *ctx, const char *op,
                                        const mpt_batchnorm_args *a) {
-    if (!(a->epsilon >= 0)) return mpti_op_error(cpu, op, "epsilon must not be negative");
-    return mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+    if (!(a->epsilon >= 0)) return mpti_op_error(ctx, op, "epsilon must not be negative");
+    return mpti_check_images(ctx, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
 }
 
 static size_t mpti_batchnorm_bytes(void *self, const mpt_batchnorm_args *a) {
-    if (mpti_batchnorm_check((const mpti_cpu *)self, "workspace_bytes", a)) return 0;
+    if (mpti_check_batchnorm(((const mpti_cpu *)self)->ctx, "workspace_bytes", a)) return 0;
     return ((size_t)mpti_batchnorm_chunks(a) * 2 * sizeof(double) + 4 * sizeof(float)) *
            (size_t)a->c;
 }
@@ -9970,11 +9974,11 @@ static size_t mpti_batchnorm_bytes(void *self, const mpt_batchnorm_args *a) {
 static mpt_result mpti_batchnorm_begin(void *self, const char *op, const mpt_batchnorm_args *a,
                                        bool forward, mpti_batchnorm_job *job) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
-    mpt_result rc = mpti_batchnorm_check(cpu, op, a);
+    mpt_result rc = mpti_check_batchnorm(cpu->ctx, op, a);
     int c;
 
     if (rc == MPT_OK)
-        rc = mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
+        rc = mpti_check_workspace(cpu->ctx, op, a->workspace, a->workspace_bytes,
                                   mpti_batchnorm_bytes(self, a));
     if (rc) return rc;
     job->forward = forward;
@@ -10309,25 +10313,40 @@ static void mpti_pool_range(const mpti_cpu *cpu, const void *user, mpti_range r)
 enum { MPTI_ROW_CHUNKS = 64, MPTI_SOFTMAX_CHUNKS = 32 };
 typedef enum { MPTI_POOL_MAX, MPTI_POOL_AVG, MPTI_POOL_GLOBAL } mpti_pool_kind;
 
-static mpt_result mpti_pool_run(void *self, const mpt_pool2d_args *a, const char *op,
-                                mpti_pool_kind kind, bool forward) {
-    const mpti_cpu *cpu = (const mpti_cpu *)self;
+/* The window that a kind of pool really has: the whole image for a global one. */
+static mpti_pool_job mpti_pool_job_of(const mpt_pool2d_args *a, mpti_pool_kind kind, bool forward) {
     const bool global = kind == MPTI_POOL_GLOBAL;
     const mpti_pool_job job = {a, global ? a->h : a->kernel, global ? a->wd : a->kernel,
                                global ? 1 : a->stride, global ? 0 : a->padding,
                                kind == MPTI_POOL_MAX, forward};
-    mpt_result rc = mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+    return job;
+}
+
+static mpt_result mpti_check_pool2d(mpt_ctx *ctx, const char *op, const mpt_pool2d_args *a,
+                                    mpti_pool_kind kind) {
+    const mpti_pool_job job = mpti_pool_job_of(a, kind, true);
+    mpt_result rc = mpti_check_images(ctx, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
 
     if (rc) return rc;
-    if (!global && (a->kernel < 1 || a->kernel > 16))
-        return mpti_op_error(cpu, op, "kernel must be 1 .. 16");
+    if (kind != MPTI_POOL_GLOBAL && (a->kernel < 1 || a->kernel > 16))
+        return mpti_op_error(ctx, op, "kernel must be 1 .. 16");
     if (job.stride < 1 || job.padding < 0 || job.padding > job.kernel_h / 2)
-        return mpti_op_error(cpu, op, "stride must be at least 1 and padding 0 .. kernel / 2");
+        return mpti_op_error(ctx, op, "stride must be at least 1 and padding 0 .. kernel / 2");
     if (a->h + 2 * job.padding < job.kernel_h || a->wd + 2 * job.padding < job.kernel_w ||
         a->p != (a->h + 2 * job.padding - job.kernel_h) / job.stride + 1 ||
         a->q != (a->wd + 2 * job.padding - job.kernel_w) / job.stride + 1)
         return mpti_op_error(
-            cpu, op, "p and q must be (size + 2 * padding - kernel) / stride + 1, at least 1");
+            ctx, op, "p and q must be (size + 2 * padding - kernel) / stride + 1, at least 1");
+    return MPT_OK;
+}
+
+static mpt_result mpti_pool_run(void *self, const mpt_pool2d_args *a, const char *op,
+                                mpti_pool_kind kind, bool forward) {
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    const mpti_pool_job job = mpti_pool_job_of(a, kind, forward);
+    mpt_result rc = mpti_check_pool2d(cpu->ctx, op, a, kind);
+
+    if (rc) return rc;
     return mpti_for_ranges(cpu, (int64_t)a->n * (forward ? a->p : a->h), MPTI_ROW_CHUNKS,
                            mpti_pool_range, &job);
 }
@@ -10407,11 +10426,15 @@ static void mpti_pointwise_range(const mpti_cpu *cpu, const void *user, mpti_ran
     }
 }
 
+static mpt_result mpti_check_pointwise(mpt_ctx *ctx, const char *op, const mpt_pointwise_args *a) {
+    return mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, (double)a->per_sample);
+}
+
 static mpt_result mpti_pointwise(void *self, const mpt_pointwise_args *a, mpti_pointwise_kind kind,
                                  const mpt_dropout_args *dropout, const char *op) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
-    mpt_result rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, (double)a->per_sample);
     const mpti_pointwise_job job = {kind, a, dropout};
+    mpt_result rc = mpti_check_pointwise(cpu->ctx, op, a);
 
     if (rc) return rc;
     return mpti_for_ranges(cpu, a->n * ((a->per_sample + MPTI_SPAN - 1) / MPTI_SPAN),
@@ -10430,13 +10453,19 @@ static mpt_result mpti_add_op(void *self, const mpt_pointwise_args *a) {
     return mpti_pointwise(self, a, MPTI_ADD, NULL, "add");
 }
 
+static mpt_result mpti_check_dropout(mpt_ctx *ctx, const char *op, const mpt_dropout_args *d) {
+    if (!(d->probability >= 0 && d->probability <= 1))
+        return mpti_op_error(ctx, op, "probability must be 0 .. 1");
+    if (d->layer < 0 || d->layer >= MPTI_MAX_DROPOUT_LAYERS)
+        return mpti_op_error(ctx, op, "layer must be 0 .. 191");
+    return mpti_check_slice(ctx, op, d->n, d->num_valid, d->dtype, (double)d->per_sample);
+}
+
 static mpt_result mpti_dropout(void *self, const mpt_dropout_args *d, const char *op) {
     mpt_pointwise_args p;
+    mpt_result rc = mpti_check_dropout(((const mpti_cpu *)self)->ctx, op, d);
 
-    if (!(d->probability >= 0 && d->probability <= 1))
-        return mpti_op_error((const mpti_cpu *)self, op, "probability must be 0 .. 1");
-    if (d->layer < 0 || d->layer >= MPTI_MAX_DROPOUT_LAYERS)
-        return mpti_op_error((const mpti_cpu *)self, op, "layer must be 0 .. 191");
+    if (rc) return rc;
     memset(&p, 0, sizeof p);
     p.a = d->x;
     p.y = d->y;
@@ -10551,30 +10580,37 @@ static size_t mpti_softmax_xent_bytes(void *self, const mpt_softmax_xent_args *a
     return a->n < 1 ? 0 : (size_t)mpti_min64(a->n, MPTI_SOFTMAX_CHUNKS) * 4 * sizeof(double);
 }
 
-static mpt_result mpti_softmax_check(const mpti_cpu *cpu, const char *op,
+static mpt_result mpti_check_softmax(mpt_ctx *ctx, const char *op,
                                      const mpt_softmax_xent_args *a) {
-    mpt_result rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, (double)a->classes);
+    if (!mpti_is_size(a->classes)) return mpti_op_error(ctx, op, "classes must be 1 .. 2^30");
+    if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
+        return mpti_op_error(ctx, op, "label_smoothing must be 0 .. 1");
+    return mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, (double)a->classes);
+}
+
+static mpt_result mpti_softmax_check_labels(mpt_ctx *ctx, const char *op,
+                                            const mpt_softmax_xent_args *a) {
     int i;
 
-    if (rc) return rc;
-    if (!mpti_is_size(a->classes)) return mpti_op_error(cpu, op, "classes must be 1 .. 2^30");
-    if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
-        return mpti_op_error(cpu, op, "label_smoothing must be 0 .. 1");
     for (i = 0; i < a->num_valid && a->labels; i++) {
         if (a->labels[i] >= -1 && a->labels[i] < a->classes) continue;
-        return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT,
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT,
                            "%s: the label of slot %d is %d; labels are 0 .. %d, or -1 for none", op,
                            i, (int)a->labels[i], a->classes - 1);
     }
-    return mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
-                                mpti_softmax_xent_bytes(NULL, a));
+    return MPT_OK;
 }
 
 static mpt_result mpti_softmax_xent(void *self, const mpt_softmax_xent_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
     double *sums = (double *)a->workspace;
-    mpt_result rc = mpti_softmax_check(cpu, "softmax_xent", a);
+    const char *op = "softmax_xent";
+    mpt_result rc = mpti_check_softmax(cpu->ctx, op, a);
 
+    if (rc == MPT_OK) rc = mpti_softmax_check_labels(cpu->ctx, op, a);
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(cpu->ctx, op, a->workspace, a->workspace_bytes,
+                                  mpti_softmax_xent_bytes(NULL, a));
     if (rc) return rc;
     rc = mpti_for_ranges(cpu, a->n, MPTI_SOFTMAX_CHUNKS, mpti_softmax_range, a);
     if (rc) return rc;
@@ -10599,12 +10635,19 @@ static void mpti_cast_range(const mpti_cpu *cpu, const void *user, mpti_range r)
     }
 }
 
+/* Both types, or one given twice. */
+static mpt_result mpti_check_row(mpt_ctx *ctx, const char *op, int64_t count, mpt_dtype from,
+                                 mpt_dtype to) {
+    if (!mpti_is_storage(from) || !mpti_is_storage(to))
+        return mpti_op_error(ctx, op, "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
+    return count < 0 ? mpti_op_error(ctx, op, "count is negative") : MPT_OK;
+}
+
 static mpt_result mpti_cast(void *self, const mpt_cast_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_check_row(cpu->ctx, "cast", a->count, a->src_dtype, a->dst_dtype);
 
-    if (!mpti_is_storage(a->src_dtype) || !mpti_is_storage(a->dst_dtype))
-        return mpti_op_error(cpu, "cast", "both types must be MPT_F32, MPT_F16 or MPT_BF16");
-    if (a->count < 0) return mpti_op_error(cpu, "cast", "count is negative");
+    if (rc) return rc;
     return mpti_for_ranges(cpu, a->count, MPTI_ROW_CHUNKS, mpti_cast_range, a);
 }
 
@@ -10618,10 +10661,9 @@ static void mpti_fill_range(const mpti_cpu *cpu, const void *user, mpti_range r)
 
 static mpt_result mpti_fill(void *self, const mpt_fill_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_check_row(cpu->ctx, "fill", a->count, a->dtype, a->dtype);
 
-    if (!mpti_is_storage(a->dtype))
-        return mpti_op_error(cpu, "fill", "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
-    if (a->count < 0) return mpti_op_error(cpu, "fill", "count is negative");
+    if (rc) return rc;
     return mpti_for_ranges(cpu, a->count, MPTI_ROW_CHUNKS, mpti_fill_range, a);
 }
 
@@ -10642,8 +10684,9 @@ static void mpti_scale_range(const mpti_cpu *cpu, const void *user, mpti_range r
 
 static mpt_result mpti_scale(void *self, const mpt_scale_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_check_row(cpu->ctx, "scale", a->count, MPT_F32, MPT_F32);
 
-    if (a->count < 0) return mpti_op_error(cpu, "scale", "count is negative");
+    if (rc) return rc;
     return mpti_for_ranges(cpu, a->count, MPTI_ROW_CHUNKS, mpti_scale_range, a);
 }
 
@@ -10668,17 +10711,23 @@ static void mpti_normalize_range(const mpti_cpu *cpu, const void *user, mpti_ran
     mpti_zero(a->dtype, a->y, mpti_max64(r.begin, valid) * a->c, r.end * a->c);
 }
 
+static mpt_result mpti_check_normalize(mpt_ctx *ctx, const mpt_normalize_args *a) {
+    const char *op = "input_normalize";
+
+    if (a->src_dtype != MPT_U8 && !mpti_is_storage(a->src_dtype))
+        return mpti_op_error(ctx, op, "src_dtype must be MPT_U8, MPT_F32, MPT_F16 or MPT_BF16");
+    return mpti_check_images(ctx, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+}
+
 static mpt_result mpti_input_normalize(void *self, const mpt_normalize_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
     const char *op = "input_normalize";
-    mpt_result rc = mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+    mpt_result rc = mpti_check_normalize(cpu->ctx, a);
     int c;
 
     if (rc) return rc;
-    if (a->src_dtype != MPT_U8 && !mpti_is_storage(a->src_dtype))
-        return mpti_op_error(cpu, op, "src_dtype must be MPT_U8, MPT_F32, MPT_F16 or MPT_BF16");
     for (c = 0; a->std && c < a->c; c++)
-        if (!(a->std[c] > 0)) return mpti_op_error(cpu, op, "std must be greater than 0");
+        if (!(a->std[c] > 0)) return mpti_op_error(cpu->ctx, op, "std must be greater than 0");
     return mpti_for_ranges(cpu, (int64_t)a->n * a->h * a->wd, MPTI_ROW_CHUNKS, mpti_normalize_range,
                            a);
 }
