@@ -86,6 +86,7 @@
  *   >>position    3.4 Position: where a loader stands, saved and restored
  *   >>tensor      4 Tensors: arenas
  *   >>cpu         5 CPU ops: convolution, dense, batch norm, pools, dropout, softmax cross entropy
+ *   >>cuda        6 CUDA backend: streams, staging, cuBLAS, launches of kernels.cu
  *   >>layers      7 Layers: shapes and parameters, one step forward, one step backward
  *   >>model       8 Model: a list of layers, finished and laid out; the zoo
  *   >>optim       9 Loss and optimizer
@@ -132,7 +133,7 @@
  *   records    are found in them, and their checksums compared            >>tfrecord >>example
  *   pictures   are decoded, cut, mirrored                                 >>image
  *   a batch    is put together from lanes, in an order of its own         >>loader
- *   values     go forward through the model, layer by layer               >>layers >>cpu
+ *   values     go forward through the model, layer by layer               >>layers >>cpu >>cuda
  *   the loss   is computed in FP32, and multiplied by the loss scale      >>cpu (softmax)
  *   gradients  go backward through the same layers, scaled                >>layers
  *   sums       of all lanes meet in a tree                                >>train
@@ -141,7 +142,8 @@
  *              and rounded to 16 bits for the next batch                  >>optim
  *   a report   tells what happened; a checkpoint keeps all of it          >>train >>state
  *
- * The last four, but for the checkpoint, are the nine lines of mpt_trainer_apply.
+ * The last four, but for the checkpoint, are the nine lines of mpt_trainer_apply. On a GPU they are
+ * the section >>update of kernels.cu: the host begins them and goes on with the next batch.
  */
 
 /* =================================================================================================
@@ -204,6 +206,8 @@
  *   name                    where              effect
  *   MPTRAIN_IMPLEMENTATION  one file           compiles the implementation there
  *   MPTRAIN_STATIC          that same file     every function is static: a private copy
+ *   MPTRAIN_CUDA            implementation     mpt_backend_cuda(): link kernels.o, which nvcc makes of
+ *                                              kernels.cu, -lcublas and -lcudart
  *   MPTRAIN_ZLIB            implementation     GZIP and ZLIB records, through zlib (-lz)
  *   MPTRAIN_NO_IMAGE        implementation     no decoder; pictures are MPT_ERR_UNSUPPORTED
  *   MPTRAIN_NO_THREADS      implementation     no threads; the caller does all the work
@@ -600,7 +604,7 @@ MPT_API MPT_CHECKED mpt_result mpt_example_add_int64s(mpt_example *e, const char
 MPT_API MPT_CHECKED mpt_result mpt_example_encode(mpt_example *e, mpt_bytes *out);
 MPT_API void mpt_example_destroy(mpt_example *e);
 
-/* ---- pictures -------------------------------------------------------------------------------- */
+/* ---- pictures ------------------------------------------------------------------------------- */
 typedef enum mpt_image_format {
     MPT_IMAGE_UNKNOWN = 0,
     MPT_IMAGE_JPEG, /* these three can be decoded ... */
@@ -648,7 +652,7 @@ MPT_API void mpt_image_free(mpt_ctx *ctx, mpt_image *image);
    speed, never the order. */
 typedef enum mpt_augment {
     MPT_AUGMENT_NONE = 0, /* resize to cover the picture size, cut out the centre */
-    MPT_AUGMENT_FLIP,     /* the same, mirrored left to right in half of all cases */
+    MPT_AUGMENT_FLIP,     /* the same, mirrored left to right in halfway of all cases */
     MPT_AUGMENT_CROP_FLIP, /* pad by crop_padding black pixels, cut out at random, flip (CIFAR) */
     MPT_AUGMENT_IMAGENET /* random-resized-crop (8..100 % of the area, aspect 3/4..4/3), flip */
 } mpt_augment;
@@ -923,7 +927,7 @@ typedef struct mpt_optimizer_desc {
        step         decay_factor^k, k = milestones <= s (or s / decay_every), counted from step 0
        cosine       e + (1 - e) (1 + cos(pi u)) / 2, e = end_factor (arXiv 1608.03983)
        poly         e + (1 - e) (1 - u)^poly_power
-       one-cycle    PyTorch's OneCycleLR over steps W .. T-1: from 1 / div_factor by half a cosine
+       one-cycle    PyTorch's OneCycleLR over steps W .. T-1: from 1 / div_factor by halfway a cosine
                     to 1 after pct_start of them, then to 1 / (div_factor final_div_factor) */
 typedef enum mpt_schedule_kind {
     MPT_SCHEDULE_CONSTANT = 0,
@@ -1102,7 +1106,7 @@ MPT_API MPT_CHECKED mpt_result mpt_safetensors_writer_finish(mpt_safetensors_wri
 MPT_API void
 mpt_safetensors_writer_close(mpt_safetensors_writer *w); /* without finish: leaves nothing */
 
-/* ---- the trainer ----------------------------------------------------------------------------- */
+/* ---- the trainer ---------------------------------------------------------------------------- */
 /* What is stored and computed in 16 bits. Products of 16-bit numbers are always summed in FP32, and
    batch statistics, the loss and weight gradients are FP32 in all of them.
 
@@ -1475,7 +1479,7 @@ typedef struct mpt_update_args {
     const float *row;      /* (num_params) scaled gradients, then (num_stats) of batch norms: for
                               each c sums of n * mean, then c of n * variance */
     float *first, *second; /* (num_params) moments, or NULL where the optimizer has none */
-    void *half;            /* (num_params) 16-bit copy of the weights, or NULL */
+    void *halfway;            /* (num_params) 16-bit copy of the weights, or NULL */
     float *running;        /* (num_stats) */
     const float *momentum; /* (num_stats) of the batch norm that each belongs to */
     const mpt_update_chunk *chunks;     /* [num_chunks], by offset */
@@ -1646,6 +1650,10 @@ int mptk_update(const mpt_update_args *a, void *stream);
 #ifdef MPTRAIN_ZLIB
 #include <zlib.h>
 #endif
+#ifdef MPTRAIN_CUDA
+#include <cublas_v2.h>
+#include <cuda_runtime_api.h>
+#endif
 #if defined(__GLIBC__) && !defined(__USE_XOPEN2K8)
 #error "POSIX 2008 is hidden: include mptrain.h first, or build with -D_POSIX_C_SOURCE=200809L"
 #endif
@@ -1685,6 +1693,9 @@ MPT_API const char *mpt_version(void) {
 
 MPT_API const char *mpt_build_info(void) {
     return "mptrain " MPT_VERSION_STRING ", abi 2, options:"
+#ifdef MPTRAIN_CUDA
+           " cuda"
+#endif
 #ifdef MPTRAIN_ZLIB
            " zlib"
 #endif
@@ -1811,7 +1822,7 @@ static const char *mpti_errno_text(int number) {
     }
 }
 
-/* ---- context --------------------------------------------------------------------------------- */
+/* ---- context -------------------------------------------------------------------------------- */
 typedef struct mpti_pool mpti_pool;
 
 struct mpt_ctx {
@@ -1841,7 +1852,7 @@ MPT_API const mpt_error *mpt_last_error(const mpt_ctx *ctx) {
     return ctx ? &ctx->error : &no_context;
 }
 
-/* ---- memory ---------------------------------------------------------------------------------- */
+/* ---- memory --------------------------------------------------------------------------------- */
 static bool mpti_add(size_t a, size_t b, size_t *sum) { /* false: does not fit */
     *sum = a + b;
     return *sum >= a;
@@ -2048,7 +2059,7 @@ static float mpti_f32_from_bits(uint32_t u) {
 
 MPT_API uint16_t mpt_f32_to_f16(float x) {
     uint32_t u = mpti_f32_bits(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
-    uint32_t mantissa, shift, q, rest, half;
+    uint32_t mantissa, shift, q, rest, halfway;
 
     if (a > 0x7f800000u)
         return (uint16_t)(sign | 0x7e00u | (a >> 13 & 0x3ffu)); /* NaN, made quiet */
@@ -2062,8 +2073,8 @@ MPT_API uint16_t mpt_f32_to_f16(float x) {
     shift = 126u - (a >> 23); /* 14 .. 24: in units of 2^-24 */
     q = mantissa >> shift;
     rest = mantissa & ((1u << shift) - 1u);
-    half = 1u << (shift - 1u);
-    if (rest > half || (rest == half && (q & 1u))) q++;
+    halfway = 1u << (shift - 1u);
+    if (rest > halfway || (rest == halfway && (q & 1u))) q++;
     return (uint16_t)(sign | q);
 }
 
@@ -2120,7 +2131,7 @@ static bool mpti_is_nan(float x) {
     return (mpti_f32_bits(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
-/* ---- what a field of a desc may be ----------------------------------------------------------- */
+/* ---- what a field of a desc may be ---------------------------------------------------------- */
 /* In bits, since -ffast-math lets a compiler take every isfinite() for true. */
 static bool mpti_is_finite(float x) {
     return (mpti_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
@@ -2540,7 +2551,7 @@ static void mpti_json_skip(mpti_json *j) {
     mpti_json_skip_nested(j, 0);
 }
 
-/* ---- time ------------------------------------------------------------------------------------ */
+/* ---- time ----------------------------------------------------------------------------------- */
 static double mpti_seconds(void) { /* of a clock that never goes back */
     struct timespec now;
 
@@ -2731,7 +2742,7 @@ MPT_API mpt_result mpt_parallel_for(mpt_ctx *ctx, int64_t num_chunks, mpt_chunk_
     return rc;
 }
 
-/* ---- making a context ------------------------------------------------------------------------ */
+/* ---- making a context ----------------------------------------------------------------------- */
 MPT_API mpt_result mpt_ctx_create(const mpt_ctx_desc *desc, mpt_ctx **out) {
     mpt_ctx_desc d;
     mpt_ctx *ctx;
@@ -3443,7 +3454,7 @@ static void mpti_block_release(mpti_block *b) {
         mpti_free(b->allocator, b, b->bytes);
 }
 
-/* ---- compressed streams ---------------------------------------------------------------------- */
+/* ---- compressed streams --------------------------------------------------------------------- */
 static const char *mpti_compression_name(mpt_compression kind) {
     return kind == MPT_COMPRESSION_GZIP ? "gzip" : kind == MPT_COMPRESSION_ZLIB ? "zlib" : "plain";
 }
@@ -4242,7 +4253,7 @@ MPT_API mpt_result mpt_tfrecord_writer_finish(mpt_tfrecord_writer *w) {
     return mpti_report(w->ctx, rc);
 }
 
-/* ---- record index ---------------------------------------------------------------------------- */
+/* ---- record index --------------------------------------------------------------------------- */
 typedef struct mpti_index {
     mpt_tfrecord_index view; /* first: what the caller sees */
     const mpt_allocator *allocator;
@@ -6553,7 +6564,7 @@ static bool mpti_item_fail(const mpt_allocator *a, mpti_item *item, const mpt_er
     return true;
 }
 
-/* ---- which files ----------------------------------------------------------------------------- */
+/* ---- which files ---------------------------------------------------------------------------- */
 typedef struct mpti_listing {
     mpt_loader *ld;
     const char *pattern;
@@ -6723,7 +6734,7 @@ static mpt_result mpti_loader_list(mpt_loader *ld, mpt_error *err) {
     return MPT_OK;
 }
 
-/* ---- how many records ------------------------------------------------------------------------ */
+/* ---- how many records ----------------------------------------------------------------------- */
 
 /* With few files a lane takes a run of records out of their concatenation, which needs the index of
    each plain file; with many it takes whole files. One lane takes all either way. */
@@ -6992,7 +7003,7 @@ static mpt_result mpti_loader_find_schema(mpt_loader *ld, int64_t *record_bytes,
                                 keys[1] ? keys[1] : "image/class/label", err);
 }
 
-/* ---- dealing files or records to lanes ------------------------------------------------------- */
+/* ---- dealing files or records to lanes ------------------------------------------------------ */
 
 /* Where share number i begins when n things are cut into `shares` runs of equal length (+-1). */
 static int64_t mpti_share_begin(int64_t n, int64_t shares, int64_t i) {
@@ -7894,7 +7905,7 @@ static void *mpti_loader_main(void *arg) {
     return NULL;
 }
 
-/* ---- epochs ---------------------------------------------------------------------------------- */
+/* ---- epochs --------------------------------------------------------------------------------- */
 
 /* Lets no new job begin and waits for those that run. Under the lock. */
 static void mpti_loader_pause(mpt_loader *ld) {
@@ -8000,7 +8011,7 @@ static mpt_result mpti_loader_failed_before(mpt_loader *ld) {
     return mpti_report(ld->ctx, ld->error.code);
 }
 
-/* ---- the next batch -------------------------------------------------------------------------- */
+/* ---- the next batch ------------------------------------------------------------------------- */
 
 /* Waits until every lane has filled its part of the batch, or memory is out. Under the lock. */
 static mpt_result mpti_loader_wait(mpt_loader *ld, mpti_loader_batch *batch, mpt_error *err) {
@@ -8179,7 +8190,7 @@ MPT_API mpt_loader_info mpt_loader_get_info(const mpt_loader *ld) {
     return info;
 }
 
-/* ---- making and ending a loader -------------------------------------------------------------- */
+/* ---- making and ending a loader ------------------------------------------------------------- */
 static mpt_result mpti_loader_make_lut(mpt_loader *ld, mpt_error *err) {
     size_t channels = (size_t)ld->desc.channels, c, v;
     bool ok = true;
@@ -9113,7 +9124,7 @@ static void mpti_tree_sum_f64(double *parts, size_t stride, int64_t num_parts) {
     }
 }
 
-/* ---- rows of any storage type ---------------------------------------------------------------- */
+/* ---- rows of any storage type --------------------------------------------------------------- */
 static void mpti_zero(mpt_dtype dtype, void *p, int64_t begin, int64_t end) {
     const size_t size = mpt_dtype_size(dtype);
     if (begin < end) memset((char *)p + (size_t)begin * size, 0, (size_t)(end - begin) * size);
@@ -9149,7 +9160,7 @@ static void mpti_span_load(const mpti_cpu *cpu, mpt_dtype dtype, const void *p, 
     if (size < MPTI_SPAN) memset(span + size, 0, (size_t)(MPTI_SPAN - size) * sizeof(float));
 }
 
-/* ---- what every entry checks first ----------------------------------------------------------- */
+/* ---- what every entry checks first ---------------------------------------------------------- */
 static bool mpti_is_storage(mpt_dtype dtype) {
     return dtype == MPT_F32 || dtype == MPT_F16 || dtype == MPT_BF16;
 }
@@ -10764,7 +10775,7 @@ static mpt_result mpti_input_normalize(void *self, const mpt_normalize_args *a) 
                            a);
 }
 
-/* ---- the table ------------------------------------------------------------------------------- */
+/* ---- the table ------------------------------------------------------------------------------ */
 static const char *mpti_cpu_kernels(void *self) {
     return ((const mpti_cpu *)self)->family->name;
 }
@@ -10824,9 +10835,838 @@ MPT_API const mpt_backend *mpt_backend_cpu(void) {
     return &table;
 }
 
+/* =================================================================================================
+ * >>cuda   6 CUDA backend: streams, staging, cuBLAS, launches of kernels.cu
+ * =================================================================================================
+ *
+ * Problem: a device computes while the host prepares; each wait for it costs more than a kernel.
+ * Idea:    one stream computes, one copies the next batch in. Entries check their arguments, begin
+ *          a kernel and return. Dense layers and plain 1x1 convolutions are matrix products, which
+ *          cuBLAS has; the rest is in kernels.cu. Two reports are under way, never three.
+ * Shapes:  slot 0: host (pinned) -copy-> device | slot 1 the same;  compute reads one, copy fills
+ *          the other; report[step % 2] comes back behind the update.
+ * Tested:  tests/cuda/: on a GPU, or on the CPU by tests/cuda_on_cpu/
+ * Next:    >>layers, which calls these entries or those of >>cpu.
+ */
 #ifndef MPTRAIN_CUDA
 MPT_API const mpt_backend *mpt_backend_cuda(void) { return NULL; }
-#endif
+#else
+
+enum { MPTI_CUDA_SLOTS = 2, MPTI_CUDA_REPORTS = 2 };
+
+typedef struct mpti_cuda_slot {
+    void *host, *device;              /* [slot_bytes] */
+    cudaEvent_t copied, consumed;     /* has come; is no longer read */
+    bool was_copied, was_consumed;    /* these events have been recorded */
+} mpti_cuda_slot;
+
+typedef struct mpti_cuda {
+    mpt_ctx *ctx;
+    int device, arch; /* arch: 80 for compute capability 8.0 */
+    char name[32];    /* "sm_80" */
+    cudaStream_t compute, copy;
+    cublasHandle_t blas;
+    void *blas_workspace;
+    mpti_cuda_slot slots[MPTI_CUDA_SLOTS];
+    size_t slot_bytes;
+    int slot; /* the one that was begun last */
+    mpt_step_state *reports; /* [MPTI_CUDA_REPORTS] pinned */
+    cudaEvent_t reported[MPTI_CUDA_REPORTS];
+} mpti_cuda;
+
+/* ---- errors --------------------------------------------------------------------------------- */
+static mpt_result mpti_cuda_fail(mpti_cuda *c, int error, const char *domain, const char *text) {
+    bool no_memory = !strcmp(domain, "cuda") && error == (int)cudaErrorMemoryAllocation;
+
+    (void)MPTI_FAIL(&c->ctx->error, no_memory ? MPT_ERR_OUT_OF_DEVICE_MEMORY : MPT_ERR_DEVICE,
+                    "%s", text);
+    c->ctx->error.native_code = error;
+    c->ctx->error.native_domain = domain;
+    return mpti_report(c->ctx, c->ctx->error.code);
+}
+
+/* what: the operation and its shapes. */
+static mpt_result mpti_cuda_result(mpti_cuda *c, int error, const char *what) {
+    char text[384];
+
+    if (error == (int)cudaSuccess) return MPT_OK;
+    snprintf(text, sizeof text, "%s on %s (device %d): %s: %s", what, c->name, c->device,
+             cudaGetErrorName((cudaError_t)error), cudaGetErrorString((cudaError_t)error));
+    return mpti_cuda_fail(c, error, "cuda", text);
+}
+
+static mpt_result mpti_cublas_result(mpti_cuda *c, cublasStatus_t status, const char *what) {
+    char text[384];
+
+    if (status == CUBLAS_STATUS_SUCCESS) return MPT_OK;
+    snprintf(text, sizeof text, "%s on %s (device %d): %s", what, c->name, c->device,
+             cublasGetStatusString(status));
+    return mpti_cuda_fail(c, (int)status, "cublas", text);
+}
+
+/* Is it for this device? Several contexts of one thread may have one each. */
+static mpt_result mpti_cuda_enter(mpti_cuda *c) {
+    return mpti_cuda_result(c, (int)cudaSetDevice(c->device), "cudaSetDevice");
+}
+
+/* ---- memory, staging, recording -------------------------------------------------------------- */
+static mpt_result mpti_cuda_alloc(void *self, size_t bytes, void **out) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    size_t available = 0, total = 0;
+    char what[128];
+    cudaError_t error;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    error = cudaMalloc(out, bytes);
+    if (error == cudaSuccess) return MPT_OK;
+    (void)cudaGetLastError(); /* out of memory leaves the device usable */
+    (void)cudaMemGetInfo(&available, &total);
+    snprintf(what, sizeof what, "cudaMalloc of %.1f MB, of %.1f MB %.1f MB are free,",
+             (double)bytes / 1e6, (double)total / 1e6, (double)available / 1e6);
+    return mpti_cuda_result(c, (int)error, what);
+}
+
+static void mpti_cuda_free(void *self, void *p) {
+    mpti_cuda *c = (mpti_cuda *)self;
+
+    if (p && mpti_cuda_enter(c) == MPT_OK) (void)cudaFree(p); /* waits for what still uses it */
+}
+
+static mpt_result mpti_cuda_copy_now(mpti_cuda *c, void *dst, const void *src, size_t bytes,
+                                     enum cudaMemcpyKind kind, const char *what) {
+    cudaError_t error;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc || bytes == 0) return rc;
+    error = cudaMemcpyAsync(dst, src, bytes, kind, c->compute);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(c->compute);
+    return mpti_cuda_result(c, (int)error, what);
+}
+
+static mpt_result mpti_cuda_upload(void *self, void *dst, const void *src, size_t bytes) {
+    return mpti_cuda_copy_now((mpti_cuda *)self, dst, src, bytes, cudaMemcpyHostToDevice,
+                              "upload");
+}
+
+static mpt_result mpti_cuda_download(void *self, void *dst, const void *src, size_t bytes) {
+    return mpti_cuda_copy_now((mpti_cuda *)self, dst, src, bytes, cudaMemcpyDeviceToHost,
+                              "download");
+}
+
+static void mpti_cuda_stage_release(mpti_cuda *c) {
+    int i;
+
+    for (i = 0; i < MPTI_CUDA_SLOTS; i++) {
+        if (c->slots[i].device) (void)cudaFree(c->slots[i].device);
+        if (c->slots[i].host) (void)cudaFreeHost(c->slots[i].host);
+        c->slots[i].device = c->slots[i].host = NULL;
+        c->slots[i].was_copied = c->slots[i].was_consumed = false;
+    }
+    c->slot_bytes = 0;
+}
+
+/* Trainers of one context share the slots, which are as large as the largest needs. */
+static mpt_result mpti_cuda_stage_reserve(void *self, size_t bytes) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    cudaError_t error = cudaSuccess;
+    mpt_result rc = mpti_cuda_enter(c);
+    int i;
+
+    if (rc || bytes <= c->slot_bytes) return rc;
+    rc = mpti_cuda_result(c, (int)cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    if (rc) return rc;
+    mpti_cuda_stage_release(c);
+    for (i = 0; i < MPTI_CUDA_SLOTS && rc == MPT_OK; i++) {
+        rc = mpti_cuda_alloc(self, bytes, &c->slots[i].device);
+        if (rc) break;
+        error = cudaMallocHost(&c->slots[i].host, bytes);
+        if (error != cudaSuccess) {
+            (void)cudaGetLastError();
+            rc = MPTI_REPORT(c->ctx, MPT_ERR_OUT_OF_MEMORY,
+                             "no %.1f MB of pinned host memory to stage batches: %s",
+                             (double)bytes / 1e6, cudaGetErrorString(error));
+        }
+    }
+    if (rc) mpti_cuda_stage_release(c);
+    else c->slot_bytes = bytes;
+    return rc;
+}
+
+static mpt_result mpti_cuda_stage_begin(void *self, void **host) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpti_cuda_slot *last = &c->slots[c->slot], *next = &c->slots[(c->slot + 1) % MPTI_CUDA_SLOTS];
+    cudaError_t error = cudaSuccess;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    if (last->was_copied) { /* what began until now is all that reads it */
+        error = cudaEventRecord(last->consumed, c->compute);
+        last->was_consumed = true;
+    }
+    if (error == cudaSuccess && next->was_copied) error = cudaEventSynchronize(next->copied);
+    c->slot = (c->slot + 1) % MPTI_CUDA_SLOTS;
+    *host = next->host;
+    return mpti_cuda_result(c, (int)error, "staging a batch");
+}
+
+static mpt_result mpti_cuda_stage_end(void *self, size_t bytes, void **data) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpti_cuda_slot *s = &c->slots[c->slot];
+    cudaError_t error = cudaSuccess;
+
+    if (bytes > c->slot_bytes)
+        return MPTI_REPORT(c->ctx, MPT_ERR_INTERNAL, "a batch of %zu bytes for a slot of %zu",
+                           bytes, c->slot_bytes);
+    if (s->was_consumed) error = cudaStreamWaitEvent(c->copy, s->consumed, 0);
+    if (error == cudaSuccess)
+        error = cudaMemcpyAsync(s->device, s->host, bytes, cudaMemcpyHostToDevice, c->copy);
+    if (error == cudaSuccess) error = cudaEventRecord(s->copied, c->copy);
+    if (error == cudaSuccess) error = cudaStreamWaitEvent(c->compute, s->copied, 0);
+    s->was_copied = true;
+    *data = s->device;
+    return mpti_cuda_result(c, (int)error, "copying a batch");
+}
+
+static mpt_result mpti_cuda_record_begin(void *self) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    return mpti_cuda_result(
+        c, (int)cudaStreamBeginCapture(c->compute, cudaStreamCaptureModeThreadLocal),
+        "cudaStreamBeginCapture");
+}
+
+static mpt_result mpti_cuda_record_end(void *self, void **recording) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    cudaError_t error = cudaStreamEndCapture(c->compute, &graph);
+
+    if (error == cudaSuccess) error = cudaGraphInstantiate(&exec, graph, 0);
+    if (graph) (void)cudaGraphDestroy(graph);
+    *recording = (void *)exec;
+    return mpti_cuda_result(c, (int)error, "recording a step as a CUDA graph");
+}
+
+static mpt_result mpti_cuda_replay(void *self, void *recording) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    return mpti_cuda_result(c, (int)cudaGraphLaunch((cudaGraphExec_t)recording, c->compute),
+                            "cudaGraphLaunch");
+}
+
+static void mpti_cuda_forget(void *self, void *recording) {
+    (void)self;
+    (void)cudaGraphExecDestroy((cudaGraphExec_t)recording);
+}
+
+static void *mpti_cuda_stream(void *self) { return (void *)((mpti_cuda *)self)->compute; }
+
+/* ---- what every operator checks first -------------------------------------------------------- */
+
+/* Kernels read 16 bytes at once and count elements in 31 bits. */
+static mpt_result mpti_cuda_check(mpti_cuda *c, const char *op, mpt_dtype dtype, double elements,
+                                  const void *const *pointers, int num_pointers) {
+    int i;
+
+    if (elements >= 2147483648.0)
+        return mpti_op_error(c->ctx, op, "a tensor has 2^31 elements or more: cut the batch");
+    if (dtype == MPT_BF16 && c->arch < 80)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "%s: BF16 needs compute capability 8.0, this device has %d.%d: use FP16",
+                           op, c->arch / 10, c->arch % 10);
+    for (i = 0; i < num_pointers; i++)
+        if ((uintptr_t)pointers[i] % 16 != 0)
+            return MPTI_REPORT(c->ctx, MPT_ERR_INVALID_ARGUMENT,
+                               "%s: tensors must be aligned to 16 bytes, one is at %p", op,
+                               (void *)(uintptr_t)pointers[i]);
+    return mpti_cuda_enter(c);
+}
+
+/* ---- convolution and dense ------------------------------------------------------------------- */
+
+/* rows x in by out: a dense layer, or a 1x1 convolution whose pixels are the rows. cuBLAS counts in
+   columns first: what is (rows, in) here is (in, rows) to it. */
+typedef struct mpti_cuda_gemm {
+    const char *op;
+    int64_t rows, rows_valid;
+    int in, out;
+    mpt_dtype dtype;
+} mpti_cuda_gemm;
+
+static cudaDataType_t mpti_cuda_type(mpt_dtype dtype) {
+    return dtype == MPT_F32 ? CUDA_R_32F : dtype == MPT_F16 ? CUDA_R_16F : CUDA_R_16BF;
+}
+
+/* c (m,n) = op(a) op(b), all column-major; sums in FP32. */
+static mpt_result mpti_cuda_multiply(mpti_cuda *c, const mpti_cuda_gemm *g, bool transpose_a,
+                                     bool transpose_b, int64_t m, int64_t n, int64_t k,
+                                     const void *a, const void *b, void *out, mpt_dtype out_type) {
+    const float one = 1, zero = 0;
+    char what[160];
+    cublasStatus_t status = cublasGemmEx(
+        c->blas, transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+        (int)m, (int)n, (int)k, &one, a, mpti_cuda_type(g->dtype), (int)(transpose_a ? k : m), b,
+        mpti_cuda_type(g->dtype), (int)(transpose_b ? n : k), &zero, out, mpti_cuda_type(out_type),
+        (int)m, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+
+    snprintf(what, sizeof what, "%s: cublasGemmEx of %lld rows, %d in, %d out", g->op,
+             (long long)g->rows_valid, g->in, g->out);
+    return mpti_cublas_result(c, status, what);
+}
+
+static mpt_result mpti_cuda_zero(mpti_cuda *c, const char *op, void *p, mpt_dtype dtype,
+                                 int64_t begin, int64_t end) {
+    size_t size = mpt_dtype_size(dtype);
+
+    if (begin >= end) return MPT_OK;
+    return mpti_cuda_result(c, (int)cudaMemsetAsync((uint8_t *)p + (size_t)begin * size, 0,
+                                                    (size_t)(end - begin) * size, c->compute), op);
+}
+
+static mpt_result mpti_cuda_gemm_fprop(mpti_cuda *c, const mpti_cuda_gemm *g, const void *x,
+                                       const void *w, const float *bias, void *y) {
+    mpt_result rc = MPT_OK;
+
+    if (g->rows_valid > 0) {
+        rc = mpti_cuda_multiply(c, g, true, false, g->out, g->rows_valid, g->in, w, x, y, g->dtype);
+        if (rc == MPT_OK && bias)
+            rc = mpti_cuda_result(
+                c, mptk_add_bias(y, bias, g->rows_valid, g->out, g->dtype, c->compute), g->op);
+    }
+    if (rc) return rc;
+    return mpti_cuda_zero(c, g->op, y, g->dtype, g->rows_valid * g->out, g->rows * g->out);
+}
+
+static mpt_result mpti_cuda_gemm_dgrad(mpti_cuda *c, const mpti_cuda_gemm *g, const void *dy,
+                                       const void *w, void *dx) {
+    mpt_result rc = MPT_OK;
+
+    if (g->rows_valid > 0)
+        rc = mpti_cuda_multiply(c, g, false, false, g->in, g->rows_valid, g->out, w, dy, dx,
+                                g->dtype);
+    if (rc) return rc;
+    return mpti_cuda_zero(c, g->op, dx, g->dtype, g->rows_valid * g->in, g->rows * g->in);
+}
+
+static mpt_result mpti_cuda_gemm_wgrad(mpti_cuda *c, const mpti_cuda_gemm *g, const void *x,
+                                       const void *dy, float *dw, float *dbias, void *workspace) {
+    mpt_result rc;
+
+    if (g->rows_valid == 0) {
+        rc = mpti_cuda_zero(c, g->op, dw, MPT_F32, 0, (int64_t)g->out * g->in);
+        if (rc || !dbias) return rc;
+        return mpti_cuda_zero(c, g->op, dbias, MPT_F32, 0, g->out);
+    }
+    rc = mpti_cuda_multiply(c, g, false, true, g->in, g->out, g->rows_valid, x, dy, dw, MPT_F32);
+    if (rc || !dbias) return rc;
+    return mpti_cuda_result(
+        c, mptk_sum_columns(dy, dbias, g->rows_valid, g->out, g->dtype, workspace, c->compute),
+        g->op);
+}
+
+/* Is it a plain matrix product? FP32 is not: kernels.cu has the exact one. */
+static bool mpti_cuda_gemm_of(const mpt_conv2d_args *a, const char *op, mpti_cuda_gemm *g) {
+    g->op = op;
+    g->rows = (int64_t)a->n * a->h * a->wd;
+    g->rows_valid = (int64_t)a->num_valid * a->h * a->wd;
+    g->in = a->c;
+    g->out = a->k;
+    g->dtype = a->dtype;
+    return a->r == 1 && a->s == 1 && a->stride == 1 && a->padding == 0 && a->dtype != MPT_F32;
+}
+
+static mpt_result mpti_cuda_conv2d_result(mpti_cuda *c, int error, const char *op,
+                                          const mpt_conv2d_args *a) {
+    char what[256];
+
+    if (error == (int)cudaSuccess) return MPT_OK;
+    snprintf(what, sizeof what,
+             "%s (%s) of x (%d,%d,%d,%d), w (%d,%d,%d,%d), stride %d, padding %d", op,
+             mptk_conv2d_fprop_kernel(a), a->n, a->h, a->wd, a->c, a->k, a->r, a->s, a->c,
+             a->stride, a->padding);
+    return mpti_cuda_result(c, error, what);
+}
+
+static size_t mpti_cuda_kernel_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
+    if (direction == MPTI_FPROP) return mptk_conv2d_fprop_workspace_bytes(a);
+    return direction == MPTI_DGRAD ? mptk_conv2d_dgrad_workspace_bytes(a)
+                                   : mptk_conv2d_wgrad_workspace_bytes(a);
+}
+
+static size_t mpti_cuda_filter_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
+    return (size_t)a->k * (size_t)a->r * (size_t)a->s * (size_t)a->c *
+           (direction == MPTI_WGRAD ? sizeof(float) : mpt_dtype_size(a->dtype));
+}
+
+static size_t mpti_cuda_conv2d_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
+    mpti_cuda_gemm g;
+
+    if (mpti_cuda_gemm_of(a, NULL, &g))
+        return direction == MPTI_WGRAD ? mptk_sum_columns_workspace_bytes(g.rows, g.out) : 0;
+    return mpti_align(mpti_cuda_kernel_bytes(a, direction)) + mpti_cuda_filter_bytes(a, direction);
+}
+
+/* Filters and their gradients lie in flat rows, wherever the layer before ends, but kernels want
+   them at multiples of 16 bytes: then behind the workspace there is room for a copy. */
+static mpt_result mpti_cuda_conv2d_launch(mpti_cuda *c, const mpt_conv2d_args *a,
+                                          mpti_direction direction, const char *op) {
+    mpt_conv2d_args b = *a;
+    uint8_t *aligned = (uint8_t *)a->workspace + mpti_align(mpti_cuda_kernel_bytes(a, direction));
+    size_t bytes = mpti_cuda_filter_bytes(a, direction);
+    cudaError_t error = cudaSuccess;
+
+    if (direction == MPTI_WGRAD) {
+        if ((uintptr_t)a->dw % 16) b.dw = (float *)(void *)aligned;
+        error = (cudaError_t)mptk_conv2d_wgrad(&b, c->compute);
+        if (error == cudaSuccess && b.dw != a->dw)
+            error = cudaMemcpyAsync(a->dw, b.dw, bytes, cudaMemcpyDeviceToDevice, c->compute);
+        return mpti_cuda_conv2d_result(c, (int)error, op, a);
+    }
+    if ((uintptr_t)a->w % 16) {
+        b.w = aligned;
+        error = cudaMemcpyAsync(aligned, a->w, bytes, cudaMemcpyDeviceToDevice, c->compute);
+    }
+    if (error == cudaSuccess)
+        error = (cudaError_t)(direction == MPTI_FPROP ? mptk_conv2d_fprop(&b, c->compute)
+                                                      : mptk_conv2d_dgrad(&b, c->compute));
+    return mpti_cuda_conv2d_result(c, (int)error, op, a);
+}
+
+static mpt_result mpti_cuda_conv2d(void *self, const mpt_conv2d_args *a, mpti_direction direction,
+                                   const char *op) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->dy, a->y, a->dx, a->workspace};
+    const double input = (double)a->n * a->h * a->wd * (a->c + 7.0);
+    const double output = (double)a->n * a->p * a->q * (a->k + 7.0);
+    mpti_cuda_gemm g;
+    mpt_result rc = mpti_check_conv2d(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, input > output ? input : output, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(c->ctx, op, a->workspace, a->workspace_bytes,
+                                  mpti_cuda_conv2d_bytes(a, direction));
+    if (rc) return rc;
+    if (mpti_cuda_gemm_of(a, op, &g)) {
+        if (direction == MPTI_FPROP)
+            return mpti_cuda_gemm_fprop(c, &g, a->x, a->w, a->bias, a->y);
+        if (direction == MPTI_DGRAD) return mpti_cuda_gemm_dgrad(c, &g, a->dy, a->w, a->dx);
+        return mpti_cuda_gemm_wgrad(c, &g, a->x, a->dy, a->dw, a->dbias, a->workspace);
+    }
+    return mpti_cuda_conv2d_launch(c, a, direction, op);
+}
+
+static mpt_result mpti_cuda_dense(void *self, const mpt_dense_args *a, mpti_direction direction,
+                                  const char *op) {
+    mpt_conv2d_args conv = mpti_dense_as_conv2d(a);
+    mpt_result rc = mpti_check_dense(((mpti_cuda *)self)->ctx, op, a);
+
+    return rc ? rc : mpti_cuda_conv2d(self, &conv, direction, op);
+}
+
+/* 0 for shapes that the entry itself will refuse. */
+static size_t mpti_cuda_conv2d_checked_bytes(void *self, const mpt_conv2d_args *a,
+                                             mpti_direction direction) {
+    if (mpti_check_conv2d(((mpti_cuda *)self)->ctx, "workspace_bytes", a)) return 0;
+    return mpti_cuda_conv2d_bytes(a, direction);
+}
+
+/* As in >>cpu: four entries of the table. */
+#define MPTI_CUDA_CONV_ENTRIES(name, direction) \
+    static mpt_result mpti_cuda_conv2d_##name(void *self, const mpt_conv2d_args *a) { \
+        return mpti_cuda_conv2d(self, a, direction, "conv2d_" #name); \
+    } \
+    static size_t mpti_cuda_conv2d_##name##_bytes(void *self, const mpt_conv2d_args *a) { \
+        return mpti_cuda_conv2d_checked_bytes(self, a, direction); \
+    } \
+    static mpt_result mpti_cuda_dense_##name(void *self, const mpt_dense_args *a) { \
+        return mpti_cuda_dense(self, a, direction, "dense_" #name); \
+    } \
+    static size_t mpti_cuda_dense_##name##_bytes(void *self, const mpt_dense_args *a) { \
+        mpt_conv2d_args conv = mpti_dense_as_conv2d(a); \
+        return mpti_cuda_conv2d_checked_bytes(self, &conv, direction); \
+    }
+MPTI_CUDA_CONV_ENTRIES(fprop, MPTI_FPROP)
+MPTI_CUDA_CONV_ENTRIES(dgrad, MPTI_DGRAD)
+MPTI_CUDA_CONV_ENTRIES(wgrad, MPTI_WGRAD)
+
+/* ---- the other operators --------------------------------------------------------------------- */
+static size_t mpti_cuda_batchnorm_bytes(void *self, const mpt_batchnorm_args *a) {
+    if (mpti_check_batchnorm(((mpti_cuda *)self)->ctx, "workspace_bytes", a)) return 0;
+    return mptk_batchnorm_workspace_bytes(a);
+}
+
+static mpt_result mpti_cuda_batchnorm(void *self, const mpt_batchnorm_args *a, const char *op,
+                                      int (*launch)(const mpt_batchnorm_args *, void *)) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->residual, a->y, a->dy, a->dx, a->dresidual};
+    char what[128];
+    mpt_result rc = mpti_check_batchnorm(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->h * a->wd * a->c, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(c->ctx, op, a->workspace, a->workspace_bytes,
+                                  mptk_batchnorm_workspace_bytes(a));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of x (%d,%d,%d,%d)", op, a->n, a->h, a->wd, a->c);
+    return mpti_cuda_result(c, launch(a, c->compute), what);
+}
+
+static mpt_result mpti_cuda_batchnorm_forward(void *self, const mpt_batchnorm_args *a) {
+    return mpti_cuda_batchnorm(self, a, "batchnorm_forward", mptk_batchnorm_forward);
+}
+
+static mpt_result mpti_cuda_batchnorm_backward(void *self, const mpt_batchnorm_args *a) {
+    return mpti_cuda_batchnorm(self, a, "batchnorm_backward", mptk_batchnorm_backward);
+}
+
+static mpt_result mpti_cuda_pointwise(void *self, const mpt_pointwise_args *a, const char *op,
+                                      int (*launch)(const mpt_pointwise_args *, void *)) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->a, a->b, a->y};
+    char what[128];
+    mpt_result rc = mpti_check_pointwise(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * (double)a->per_sample, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of (%d,%lld)", op, a->n, (long long)a->per_sample);
+    return mpti_cuda_result(c, launch(a, c->compute), what);
+}
+
+static mpt_result mpti_cuda_relu_forward(void *self, const mpt_pointwise_args *a) {
+    return mpti_cuda_pointwise(self, a, "relu_forward", mptk_relu_forward);
+}
+
+static mpt_result mpti_cuda_relu_backward(void *self, const mpt_pointwise_args *a) {
+    return mpti_cuda_pointwise(self, a, "relu_backward", mptk_relu_backward);
+}
+
+static mpt_result mpti_cuda_add(void *self, const mpt_pointwise_args *a) {
+    return mpti_cuda_pointwise(self, a, "add", mptk_add);
+}
+
+static mpt_result mpti_cuda_pool(void *self, const mpt_pool2d_args *a, const char *op,
+                                 mpti_pool_kind kind,
+                                 int (*launch)(const mpt_pool2d_args *, void *)) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->y, a->dy, a->dx};
+    char what[160];
+    mpt_result rc = mpti_check_pool2d(c->ctx, op, a, kind);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->h * a->wd * a->c, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of x (%d,%d,%d,%d), kernel %d, stride %d, padding %d", op, a->n,
+             a->h, a->wd, a->c, a->kernel, a->stride, a->padding);
+    return mpti_cuda_result(c, launch(a, c->compute), what);
+}
+
+#define MPTI_CUDA_POOL_ENTRIES(name, kind) \
+    static mpt_result mpti_cuda_##name##_forward(void *self, const mpt_pool2d_args *a) { \
+        return mpti_cuda_pool(self, a, #name "_forward", kind, mptk_##name##_forward); \
+    } \
+    static mpt_result mpti_cuda_##name##_backward(void *self, const mpt_pool2d_args *a) { \
+        return mpti_cuda_pool(self, a, #name "_backward", kind, mptk_##name##_backward); \
+    }
+MPTI_CUDA_POOL_ENTRIES(max_pool, MPTI_POOL_MAX)
+MPTI_CUDA_POOL_ENTRIES(avg_pool, MPTI_POOL_AVG)
+MPTI_CUDA_POOL_ENTRIES(global_avg_pool, MPTI_POOL_GLOBAL)
+
+static mpt_result mpti_cuda_dropout(void *self, const mpt_dropout_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->y};
+    mpt_result rc = mpti_check_dropout(c->ctx, "dropout", a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, "dropout", a->dtype, (double)a->n * (double)a->per_sample, pointers,
+                             2);
+    return rc ? rc : mpti_cuda_result(c, mptk_dropout(a, c->compute), "dropout");
+}
+
+static size_t mpti_cuda_softmax_xent_bytes(void *self, const mpt_softmax_xent_args *a) {
+    (void)self;
+    return mptk_softmax_xent_workspace_bytes(a);
+}
+
+/* Labels are on the device: whoever sends them looks at them first. */
+static mpt_result mpti_cuda_softmax_xent(void *self, const mpt_softmax_xent_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->logits, a->dlogits, a->probabilities};
+    const char *op = "softmax_xent";
+    char what[128];
+    mpt_result rc = mpti_check_softmax(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->classes, pointers, 3);
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(c->ctx, op, a->workspace, a->workspace_bytes,
+                                  mptk_softmax_xent_workspace_bytes(a));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of logits (%d,%d)", op, a->n, a->classes);
+    return mpti_cuda_result(c, mptk_softmax_xent(a, c->compute), what);
+}
+
+static mpt_result mpti_cuda_cast(void *self, const mpt_cast_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->src, a->dst};
+    mpt_result rc = mpti_check_row(c->ctx, "cast", a->count, a->src_dtype, a->dst_dtype);
+
+    if (rc == MPT_OK) rc = mpti_cuda_check(c, "cast", MPT_F32, (double)a->count, pointers, 0);
+    return rc ? rc : mpti_cuda_result(c, mptk_cast(a, c->compute), "cast");
+}
+
+static mpt_result mpti_cuda_input_normalize(void *self, const mpt_normalize_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->y};
+    mpt_result rc = mpti_check_normalize(c->ctx, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, "input_normalize", a->dtype, (double)a->n * a->h * a->wd * a->c,
+                             pointers, 2);
+    return rc ? rc : mpti_cuda_result(c, mptk_input_normalize(a, c->compute), "input_normalize");
+}
+
+static mpt_result mpti_cuda_fill(void *self, const mpt_fill_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_check_row(c->ctx, "fill", a->count, a->dtype, a->dtype);
+
+    if (rc == MPT_OK) rc = mpti_cuda_enter(c);
+    if (rc) return rc;
+    if (mpti_f32_bits(a->value) == 0)
+        return mpti_cuda_zero(c, "fill", a->dst, a->dtype, 0, a->count);
+    return mpti_cuda_result(c, mptk_fill(a, c->compute), "fill");
+}
+
+static mpt_result mpti_cuda_copy(void *self, const mpt_copy_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc || a->bytes == 0) return rc;
+    return mpti_cuda_result(c, (int)cudaMemcpyAsync(a->dst, a->src, a->bytes,
+                                                    cudaMemcpyDeviceToDevice, c->compute), "copy");
+}
+
+static mpt_result mpti_cuda_scale(void *self, const mpt_scale_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_check_row(c->ctx, "scale", a->count, MPT_F32, MPT_F32);
+
+    if (rc == MPT_OK) rc = mpti_cuda_enter(c);
+    return rc ? rc : mpti_cuda_result(c, mptk_scale(a, c->compute), "scale");
+}
+
+/* ---- the update ------------------------------------------------------------------------------ */
+static mpt_result mpti_cuda_update(void *self, const mpt_update_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const int report = (int)(a->step % MPTI_CUDA_REPORTS);
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc == MPT_OK) rc = mpti_cuda_result(c, mptk_update(a, c->compute), "update");
+    if (rc == MPT_OK)
+        rc = mpti_cuda_result(
+            c, (int)cudaMemcpyAsync(&c->reports[report], a->state, sizeof *a->state,
+                                    cudaMemcpyDeviceToHost, c->compute), "copying a report");
+    if (rc) return rc;
+    return mpti_cuda_result(c, (int)cudaEventRecord(c->reported[report], c->compute),
+                            "cudaEventRecord");
+}
+
+static mpt_result mpti_cuda_update_wait(void *self, int64_t step, mpt_step_state *out) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const int report = (int)(step % MPTI_CUDA_REPORTS);
+    mpt_result rc =
+        mpti_cuda_result(c, (int)cudaEventSynchronize(c->reported[report]), "a training step");
+
+    if (rc == MPT_OK) *out = c->reports[report];
+    return rc;
+}
+
+/* ---- opening a device ------------------------------------------------------------------------ */
+static const char *mpti_cuda_kernels(void *self) { return ((const mpti_cuda *)self)->name; }
+
+static void mpti_cuda_close(void *self) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    int i;
+
+    if (!c) return;
+    if (c->compute) (void)cudaStreamSynchronize(c->compute);
+    if (c->copy) (void)cudaStreamSynchronize(c->copy);
+    mpti_cuda_stage_release(c);
+    for (i = 0; i < MPTI_CUDA_SLOTS; i++) {
+        if (c->slots[i].copied) (void)cudaEventDestroy(c->slots[i].copied);
+        if (c->slots[i].consumed) (void)cudaEventDestroy(c->slots[i].consumed);
+    }
+    for (i = 0; i < MPTI_CUDA_REPORTS; i++)
+        if (c->reported[i]) (void)cudaEventDestroy(c->reported[i]);
+    if (c->reports) (void)cudaFreeHost(c->reports);
+    if (c->blas) (void)cublasDestroy(c->blas);
+    if (c->blas_workspace) (void)cudaFree(c->blas_workspace);
+    if (c->copy) (void)cudaStreamDestroy(c->copy);
+    if (c->compute) (void)cudaStreamDestroy(c->compute);
+    mpti_free(&c->ctx->desc.allocator, c, sizeof *c);
+}
+
+/* A driver that is too old, no device, and a device number too high are different advice. */
+static mpt_result mpti_cuda_find(mpti_cuda *c) {
+    int count = 0, driver = 0, runtime = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+
+    (void)cudaDriverGetVersion(&driver);
+    (void)cudaRuntimeGetVersion(&runtime);
+    if (error == cudaErrorInsufficientDriver)
+        return MPTI_REPORT(c->ctx, MPT_ERR_DEVICE,
+                           "the NVIDIA driver knows CUDA %d.%d, this program needs %d.%d: update "
+                           "the driver, or build with an older CUDA toolkit",
+                           driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0))
+        return MPTI_REPORT(c->ctx, MPT_ERR_DEVICE,
+                           "no CUDA device: is there an NVIDIA GPU, and does CUDA_VISIBLE_DEVICES "
+                           "leave it visible? The CPU backend needs none");
+    if (error != cudaSuccess) return mpti_cuda_result(c, (int)error, "cudaGetDeviceCount");
+    if (c->device < 0 || c->device >= count)
+        return MPTI_REPORT(c->ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "mpt_ctx_desc.device is %d, there are %d CUDA devices", c->device,
+                           count);
+    return mpti_cuda_enter(c);
+}
+
+/* kernels.cu must be of this version, and compiled for this device. */
+static mpt_result mpti_cuda_check_kernels(mpti_cuda *c) {
+    int major = 0, minor = 0;
+    cudaError_t error;
+
+    if (mptk_abi_version() != MPT_ABI_VERSION)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "kernels.cu was compiled with ABI %d, mptrain.h has ABI %d: compile "
+                           "both from the same version",
+                           mptk_abi_version(), MPT_ABI_VERSION);
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, c->device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, c->device);
+    if (error != cudaSuccess) return mpti_cuda_result(c, (int)error, "cudaDeviceGetAttribute");
+    c->arch = major * 10 + minor;
+    snprintf(c->name, sizeof c->name, "sm_%d", c->arch);
+    if (c->arch < 70)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "device %d has compute capability %d.%d: tensor cores begin with 7.0",
+                           c->device, major, minor);
+    return MPT_OK;
+}
+
+/* One kernel, to see whether this device has code at all. */
+static mpt_result mpti_cuda_try_kernel(mpti_cuda *c) {
+    mpt_fill_args a;
+    int error;
+    mpt_result rc;
+
+    memset(&a, 0, sizeof a);
+    a.count = 8;
+    a.value = 1;
+    a.dtype = MPT_F32;
+    rc = mpti_cuda_alloc(c, 8 * sizeof(float), &a.dst);
+    if (rc) return rc;
+    error = mptk_fill(&a, c->compute);
+    if (error == (int)cudaSuccess) error = (int)cudaStreamSynchronize(c->compute);
+    (void)cudaFree(a.dst);
+    if (error == (int)cudaErrorNoKernelImageForDevice ||
+        error == (int)cudaErrorInvalidDeviceFunction ||
+        error == (int)cudaErrorUnsupportedPtxVersion)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "kernels.cu was compiled for sm %s, the device is %s (%s): compile it "
+                           "with -gencode arch=compute_%d,code=sm_%d",
+                           mptk_arch_list(), c->name, cudaGetErrorName((cudaError_t)error), c->arch,
+                           c->arch);
+    return mpti_cuda_result(c, error, "a first kernel");
+}
+
+static mpt_result mpti_cuda_make_streams(mpti_cuda *c) {
+    cudaError_t error = cudaStreamCreateWithFlags(&c->compute, cudaStreamNonBlocking);
+    int i;
+
+    if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&c->copy, cudaStreamNonBlocking);
+    for (i = 0; i < MPTI_CUDA_SLOTS && error == cudaSuccess; i++) {
+        error = cudaEventCreateWithFlags(&c->slots[i].copied, cudaEventDisableTiming);
+        if (error == cudaSuccess)
+            error = cudaEventCreateWithFlags(&c->slots[i].consumed, cudaEventDisableTiming);
+    }
+    for (i = 0; i < MPTI_CUDA_REPORTS && error == cudaSuccess; i++)
+        error = cudaEventCreateWithFlags(&c->reported[i], cudaEventDisableTiming);
+    if (error == cudaSuccess)
+        error = cudaMallocHost((void **)&c->reports, MPTI_CUDA_REPORTS * sizeof *c->reports);
+    return mpti_cuda_result(c, (int)error, "making streams");
+}
+
+/* A workspace of its own makes cuBLAS reproducible and lets it be recorded; the sizes are NVIDIA's
+   defaults (cuBLAS documentation, cublasSetWorkspace). It belongs to the context. */
+static mpt_result mpti_cuda_make_blas(mpti_cuda *c) {
+    const size_t bytes = (size_t)(c->arch >= 90 ? 32 : 4) << 20;
+    cublasStatus_t status;
+    mpt_result rc = mpti_cuda_alloc(c, bytes, &c->blas_workspace);
+
+    if (rc) return rc;
+    status = cublasCreate(&c->blas);
+    if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetStream(c->blas, c->compute);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = cublasSetWorkspace(c->blas, c->blas_workspace, bytes);
+    return mpti_cublas_result(c, status, "opening cuBLAS");
+}
+
+static mpt_result mpti_cuda_open(mpt_ctx *ctx, int device, void **self) {
+    mpti_cuda *c = (mpti_cuda *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *c);
+    mpt_result rc;
+
+    *self = NULL;
+    if (!c) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for the cuda backend");
+    c->ctx = ctx;
+    c->device = device;
+    snprintf(c->name, sizeof c->name, "cuda");
+    rc = mpti_cuda_find(c);
+    if (rc == MPT_OK) rc = mpti_cuda_check_kernels(c);
+    if (rc == MPT_OK) rc = mpti_cuda_make_streams(c);
+    if (rc == MPT_OK) rc = mpti_cuda_try_kernel(c);
+    if (rc == MPT_OK) rc = mpti_cuda_make_blas(c);
+    if (rc) {
+        mpti_cuda_close(c);
+        return rc;
+    }
+    *self = c;
+    return MPT_OK;
+}
+
+MPT_API const mpt_backend *mpt_backend_cuda(void) {
+    static const mpt_backend table = {
+        "cuda", mpti_cuda_open, mpti_cuda_close, mpti_cuda_kernels,
+        mpti_cuda_conv2d_fprop_bytes, mpti_cuda_conv2d_dgrad_bytes, mpti_cuda_conv2d_wgrad_bytes,
+        mpti_cuda_conv2d_fprop, mpti_cuda_conv2d_dgrad, mpti_cuda_conv2d_wgrad,
+        mpti_cuda_dense_fprop_bytes, mpti_cuda_dense_dgrad_bytes, mpti_cuda_dense_wgrad_bytes,
+        mpti_cuda_dense_fprop, mpti_cuda_dense_dgrad, mpti_cuda_dense_wgrad,
+        mpti_cuda_batchnorm_bytes, mpti_cuda_batchnorm_bytes,
+        mpti_cuda_batchnorm_forward, mpti_cuda_batchnorm_backward,
+        mpti_cuda_relu_forward, mpti_cuda_relu_backward, mpti_cuda_add,
+        mpti_cuda_max_pool_forward, mpti_cuda_max_pool_backward,
+        mpti_cuda_avg_pool_forward, mpti_cuda_avg_pool_backward,
+        mpti_cuda_global_avg_pool_forward, mpti_cuda_global_avg_pool_backward,
+        mpti_cuda_dropout, mpti_cuda_dropout,
+        mpti_cuda_softmax_xent_bytes, mpti_cuda_softmax_xent,
+        mpti_cuda_cast, mpti_cuda_input_normalize, mpti_cuda_fill, mpti_cuda_copy, mpti_cuda_scale,
+        mpti_cuda_alloc, mpti_cuda_free, mpti_cuda_upload, mpti_cuda_download,
+        mpti_cuda_stage_reserve, mpti_cuda_stage_begin, mpti_cuda_stage_end,
+        mpti_cuda_record_begin, mpti_cuda_record_end, mpti_cuda_replay, mpti_cuda_forget,
+        mpti_cuda_stream, mpti_cuda_update, mpti_cuda_update_wait,
+    };
+    return &table;
+}
+#endif /* MPTRAIN_CUDA */
 
 /* =================================================================================================
  * >>layers   7 Layers: shapes and parameters, one step forward, one step backward
@@ -11204,7 +12044,7 @@ MPT_API int mpt_name(mpt_model *m, int x, const char *name) {
     return x;
 }
 
-/* ---- what the steps of one trainer work with ------------------------------------------------- */
+/* ---- what the steps of one trainer work with ------------------------------------------------ */
 
 typedef struct mpti_layout {
     mpti_place *places; /* [num_nodes] */
@@ -11268,7 +12108,7 @@ static const float *mpti_net_bias(const mpti_net *net, const mpti_node *node) { 
     return node->use_bias ? net->masters + node->param_offset + mpti_node_weights(node) : NULL;
 }
 
-/* ---- arguments of the operators -------------------------------------------------------------- */
+/* ---- arguments of the operators ------------------------------------------------------------- */
 static mpt_conv2d_args mpti_conv2d_args(const mpti_net *net, const mpti_node *node) {
     const mpti_node *in = &net->model->nodes[node->in[0]];
     mpt_conv2d_args a;
@@ -11501,7 +12341,7 @@ static mpt_result mpti_step_forward_custom(mpti_net *net, const mpti_node *node,
     return mpti_casts_end(&casts, rc, out.data, y, node);
 }
 
-/* ---- forward --------------------------------------------------------------------------------- */
+/* ---- forward -------------------------------------------------------------------------------- */
 static mpt_result mpti_step_forward_norm(mpti_net *net, int v) {
     const mpti_node *node = &net->model->nodes[v], *norm = &net->model->nodes[node->norm];
     mpt_batchnorm_args a = mpti_batchnorm_args(net, node);
@@ -11568,7 +12408,7 @@ static mpt_result mpti_step_forward(mpti_net *net, int v) {
     return MPT_ERR_INTERNAL;
 }
 
-/* ---- backward -------------------------------------------------------------------------------- */
+/* ---- backward ------------------------------------------------------------------------------- */
 
 /* Where a step writes the gradient of value v: its place, or scratch if others wrote there before.
    NULL: nobody needs it (the picture has no gradient). */
@@ -11747,7 +12587,7 @@ static mpt_result mpti_step_backward(mpti_net *net, int v) {
     return mpti_net_end_gradient(net, node->in[0], b->global_avg_pool_backward(net->self, &pool));
 }
 
-/* ---- a whole pass ---------------------------------------------------------------------------- */
+/* ---- a whole pass --------------------------------------------------------------------------- */
 static mpt_result mpti_net_input(mpti_net *net, const void *images, mpt_dtype dtype) {
     const mpti_node *input = &net->model->nodes[MPT_INPUT];
     mpt_normalize_args a;
@@ -12176,7 +13016,7 @@ static mpt_result mpti_net_lay_out(mpti_net *net) {
     return mpti_net_workspace(net);
 }
 
-/* ---- initial weights ------------------------------------------------------------------------- */
+/* ---- initial weights ------------------------------------------------------------------------ */
 /* (1 + cos(pi u)) / 2 for u in 0 .. 1, within 2^-50, and near u = 1 within 2^-50 of itself.
    It is cos^2 = 1 - sin^2 of pi u / 2; seen from the nearer end the angle y is at most pi/4, where
    sin y = y (1 - y^2/(2 3) (1 - y^2/(4 5) (1 - ...))) up to y^15 leaves out y^17/17! < 2^-54. */
@@ -12272,7 +13112,7 @@ static mpt_result mpti_model_init(const mpt_model *m, uint64_t seed, float *para
     return rc;
 }
 
-/* ---- the zoo --------------------------------------------------------------------------------- */
+/* ---- the zoo -------------------------------------------------------------------------------- */
 static int mpti_zoo_conv(mpt_model *m, int x, const char *name, int channels, int kernel,
                          int stride, int bias) {
     mpt_conv2d_desc d;
@@ -12441,7 +13281,7 @@ static int mpti_optimizer_state_count(mpt_optimizer_kind kind) {
     return kind == MPT_OPTIMIZER_ADAM || kind == MPT_OPTIMIZER_ADAMW ? 2 : 1;
 }
 
-/* ---- segments and chunks --------------------------------------------------------------------- */
+/* ---- segments and chunks -------------------------------------------------------------------- */
 typedef struct mpti_parameter { /* one parameter tensor within the flat buffers */
     size_t offset, count;
     bool decays; /* weight decay applies */
@@ -13273,7 +14113,7 @@ struct mpt_trainer {
     mpt_step_report last; /* of the last step */
 };
 
-/* ---- descs ----------------------------------------------------------------------------------- */
+/* ---- descs ---------------------------------------------------------------------------------- */
 MPT_API mpt_trainer_desc mpt_trainer_desc_defaults(const mpt_trainer_desc *desc) {
     mpt_trainer_desc d;
     bool mixed;
@@ -13338,7 +14178,7 @@ static mpt_result mpti_trainer_desc_check(const mpt_trainer_desc *d, int batch_s
     return MPT_OK;
 }
 
-/* ---- the plan -------------------------------------------------------------------------------- */
+/* ---- the plan ------------------------------------------------------------------------------- */
 /* floor(log2 A) + 1; on a device, whose memory is dearer, one running sum and one to write. */
 static int mpti_trainer_num_rows(const mpt_trainer_desc *d, bool on_device) {
     int64_t microbatches = (int64_t)d->accumulate_steps * d->slices;
@@ -13537,7 +14377,7 @@ MPT_API mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_desc *desc, in
     return mpti_report(m->ctx, rc);
 }
 
-/* ---- making a trainer ------------------------------------------------------------------------ */
+/* ---- making a trainer ----------------------------------------------------------------------- */
 static mpt_result mpti_trainer_open_arenas(mpt_trainer *t, int64_t num_chunks) {
     static const char *const purposes[MPTI_NUM_ARENAS] = {
         "weights",     "master weights", "gradients",          "optimizer state",
@@ -13562,7 +14402,8 @@ static mpt_result mpti_trainer_open_arenas(mpt_trainer *t, int64_t num_chunks) {
     return MPTI_FAIL(&t->ctx->error, rc,
                      "no %smemory for %s (%.1f MB of %.1f MB that training takes): lower the "
                      "batch size, or raise slices",
-                     rc == MPT_ERR_OUT_OF_MEMORY ? "" : "device ", purposes[i - 1], (double)bytes[i - 1] / 1e6, (double)t->plan.total / 1e6);
+                     rc == MPT_ERR_OUT_OF_MEMORY ? "" : "device ", purposes[i - 1],
+                     (double)bytes[i - 1] / 1e6, (double)t->plan.total / 1e6);
 }
 
 static float *mpti_trainer_floats(mpt_trainer *t, int arena, int64_t count) { /* NULL for none */
@@ -13882,10 +14723,22 @@ static void mpti_trainer_begin_step(mpt_trainer *t) {
     memset(&t->stats, 0, sizeof t->stats);
 }
 
+/* The operator has said what; here is where. A custom layer says nothing. */
 static mpt_result mpti_trainer_step_failed(const mpt_trainer *t, mpt_result rc) {
-    return MPTI_FAIL(&t->ctx->error, rc, "layer %s failed on the %s backend: %s",
-                     t->model->nodes[t->net.failed].name, t->net.backend->name,
-                     mpt_result_string(rc));
+    const mpti_node *node = &t->model->nodes[t->net.failed];
+    mpt_error *err = &t->ctx->error;
+    const char *said = node->kind == MPTI_KIND_CUSTOM ? mpt_result_string(rc) : err->message;
+    const char *domain = err->native_domain;
+    char text[sizeof err->message];
+    int native = err->native_code;
+
+    snprintf(text, sizeof text, "%s", said);
+    rc = MPTI_FAIL(err, rc, "layer %s failed on the %s backend: %s", node->name,
+                   t->net.backend->name, text);
+    if (node->kind == MPTI_KIND_CUSTOM) return rc;
+    err->native_code = native;
+    err->native_domain = domain;
+    return rc;
 }
 
 /* Sets what a training pass of microbatch number `index` of a step needs. The scale divides by a
@@ -13951,7 +14804,7 @@ static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mp
     return rc;
 }
 
-/* ---- batches --------------------------------------------------------------------------------- */
+/* ---- batches -------------------------------------------------------------------------------- */
 static int64_t mpti_lane_count(const mpt_batch *b) {
     return b->num_lanes > 0 ? b->num_lanes : 1;
 }
@@ -14099,7 +14952,7 @@ MPT_API mpt_result mpt_trainer_accumulate(mpt_trainer *t, const mpt_batch *batch
     return mpti_report(t->ctx, rc);
 }
 
-/* ---- the step -------------------------------------------------------------------------------- */
+/* ---- the step ------------------------------------------------------------------------------- */
 typedef struct mpti_update { /* what the lines of mpt_trainer_apply tell each other */
     float scale;   /* of the backward pass whose gradients these are */
     float unscale; /* turns a stored gradient into the mean over the records that were there */
@@ -14234,7 +15087,7 @@ static void mpti_trainer_report(mpt_trainer *t, const mpti_update *u, mpt_step_r
     t->seconds = now;
 }
 
-/* ---- the step on a device -------------------------------------------------------------------- */
+/* ---- the step on a device ------------------------------------------------------------------- */
 /* Reads the report of one step, and what the host has to know of its outcome. */
 static mpt_result mpti_device_report(mpt_trainer *t, int64_t step) {
     double now;
@@ -14323,7 +15176,7 @@ static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out) {
     return rc;
 }
 
-/* ---- the step in nine lines ------------------------------------------------------------------ */
+/* ---- the step in nine lines ----------------------------------------------------------------- */
 /* One optimizer step in nine lines. The order is the point of them: gradients of all lanes first
    meet, then one look at the sum decides for all ranks alike; they are unscaled before clipping,
    weight decay and momentum see them, with the scale of their own backward pass; and a skipped step
@@ -14530,7 +15383,7 @@ MPT_API mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch, m
     return mpti_report(t->ctx, rc);
 }
 
-/* ---- evaluation ------------------------------------------------------------------------------ */
+/* ---- evaluation ----------------------------------------------------------------------------- */
 
 static mpt_result mpti_device_clear_evaluation(mpt_trainer *t) {
     mpt_softmax_stats zeros;
