@@ -91,9 +91,11 @@
  *   >>model       8 Model: a list of layers, finished and laid out; the zoo
  *   >>optim       9 Loss and optimizer
  *   >>scaler      10 Loss scaling
- *   >>train       12.1 Trainer: the plan, microbatches, the step, evaluation
- *   >>safetensors 12.2 Files of tensors: SHA-256, JSON, safetensors
- *   >>state       12.3 State: hash, export and import, checkpoints
+ *   >>train       12.1 Trainer: the plan, microbatches, the step
+ *   >>evaluate    12.2 Beside training: evaluation, prediction, the autopsy of a skipped step
+ *   >>device      12.3 A trainer on a device: its memory, staging, recordings, reports
+ *   >>safetensors 12.4 Files of tensors: SHA-256, JSON, safetensors
+ *   >>state       12.5 State: hash, export and import, checkpoints
  */
 
 /* =================================================================================================
@@ -206,8 +208,8 @@
  *   name                    where              effect
  *   MPTRAIN_IMPLEMENTATION  one file           compiles the implementation there
  *   MPTRAIN_STATIC          that same file     every function is static: a private copy
- *   MPTRAIN_CUDA            implementation     mpt_backend_cuda(): link kernels.o, which nvcc makes of
- *                                              kernels.cu, -lcublas and -lcudart
+ *   MPTRAIN_CUDA            implementation     mpt_backend_cuda(): link kernels.o, made by nvcc of
+ *                                              kernels.cu, and -lcublas -lcudart
  *   MPTRAIN_ZLIB            implementation     GZIP and ZLIB records, through zlib (-lz)
  *   MPTRAIN_NO_IMAGE        implementation     no decoder; pictures are MPT_ERR_UNSUPPORTED
  *   MPTRAIN_NO_THREADS      implementation     no threads; the caller does all the work
@@ -604,7 +606,7 @@ MPT_API MPT_CHECKED mpt_result mpt_example_add_int64s(mpt_example *e, const char
 MPT_API MPT_CHECKED mpt_result mpt_example_encode(mpt_example *e, mpt_bytes *out);
 MPT_API void mpt_example_destroy(mpt_example *e);
 
-/* ---- pictures ------------------------------------------------------------------------------- */
+/* ---- pictures -------------------------------------------------------------------------------- */
 typedef enum mpt_image_format {
     MPT_IMAGE_UNKNOWN = 0,
     MPT_IMAGE_JPEG, /* these three can be decoded ... */
@@ -652,7 +654,7 @@ MPT_API void mpt_image_free(mpt_ctx *ctx, mpt_image *image);
    speed, never the order. */
 typedef enum mpt_augment {
     MPT_AUGMENT_NONE = 0, /* resize to cover the picture size, cut out the centre */
-    MPT_AUGMENT_FLIP,     /* the same, mirrored left to right in halfway of all cases */
+    MPT_AUGMENT_FLIP,     /* the same, mirrored left to right in half of all cases */
     MPT_AUGMENT_CROP_FLIP, /* pad by crop_padding black pixels, cut out at random, flip (CIFAR) */
     MPT_AUGMENT_IMAGENET /* random-resized-crop (8..100 % of the area, aspect 3/4..4/3), flip */
 } mpt_augment;
@@ -927,7 +929,7 @@ typedef struct mpt_optimizer_desc {
        step         decay_factor^k, k = milestones <= s (or s / decay_every), counted from step 0
        cosine       e + (1 - e) (1 + cos(pi u)) / 2, e = end_factor (arXiv 1608.03983)
        poly         e + (1 - e) (1 - u)^poly_power
-       one-cycle    PyTorch's OneCycleLR over steps W .. T-1: from 1 / div_factor by halfway a cosine
+       one-cycle    PyTorch's OneCycleLR over steps W .. T-1: from 1 / div_factor by half a cosine
                     to 1 after pct_start of them, then to 1 / (div_factor final_div_factor) */
 typedef enum mpt_schedule_kind {
     MPT_SCHEDULE_CONSTANT = 0,
@@ -1106,7 +1108,7 @@ MPT_API MPT_CHECKED mpt_result mpt_safetensors_writer_finish(mpt_safetensors_wri
 MPT_API void
 mpt_safetensors_writer_close(mpt_safetensors_writer *w); /* without finish: leaves nothing */
 
-/* ---- the trainer ---------------------------------------------------------------------------- */
+/* ---- the trainer ----------------------------------------------------------------------------- */
 /* What is stored and computed in 16 bits. Products of 16-bit numbers are always summed in FP32, and
    batch statistics, the loss and weight gradients are FP32 in all of them.
 
@@ -1479,7 +1481,7 @@ typedef struct mpt_update_args {
     const float *row;      /* (num_params) scaled gradients, then (num_stats) of batch norms: for
                               each c sums of n * mean, then c of n * variance */
     float *first, *second; /* (num_params) moments, or NULL where the optimizer has none */
-    void *halfway;            /* (num_params) 16-bit copy of the weights, or NULL */
+    void *half;            /* (num_params) 16-bit copy of the weights, or NULL */
     float *running;        /* (num_stats) */
     const float *momentum; /* (num_stats) of the batch norm that each belongs to */
     const mpt_update_chunk *chunks;     /* [num_chunks], by offset */
@@ -1822,7 +1824,7 @@ static const char *mpti_errno_text(int number) {
     }
 }
 
-/* ---- context -------------------------------------------------------------------------------- */
+/* ---- context --------------------------------------------------------------------------------- */
 typedef struct mpti_pool mpti_pool;
 
 struct mpt_ctx {
@@ -1852,7 +1854,7 @@ MPT_API const mpt_error *mpt_last_error(const mpt_ctx *ctx) {
     return ctx ? &ctx->error : &no_context;
 }
 
-/* ---- memory --------------------------------------------------------------------------------- */
+/* ---- memory ---------------------------------------------------------------------------------- */
 static bool mpti_add(size_t a, size_t b, size_t *sum) { /* false: does not fit */
     *sum = a + b;
     return *sum >= a;
@@ -2131,7 +2133,7 @@ static bool mpti_is_nan(float x) {
     return (mpti_f32_bits(x) & 0x7fffffffu) > 0x7f800000u;
 }
 
-/* ---- what a field of a desc may be ---------------------------------------------------------- */
+/* ---- what a field of a desc may be ----------------------------------------------------------- */
 /* In bits, since -ffast-math lets a compiler take every isfinite() for true. */
 static bool mpti_is_finite(float x) {
     return (mpti_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
@@ -2551,7 +2553,7 @@ static void mpti_json_skip(mpti_json *j) {
     mpti_json_skip_nested(j, 0);
 }
 
-/* ---- time ----------------------------------------------------------------------------------- */
+/* ---- time ------------------------------------------------------------------------------------ */
 static double mpti_seconds(void) { /* of a clock that never goes back */
     struct timespec now;
 
@@ -2742,7 +2744,7 @@ MPT_API mpt_result mpt_parallel_for(mpt_ctx *ctx, int64_t num_chunks, mpt_chunk_
     return rc;
 }
 
-/* ---- making a context ----------------------------------------------------------------------- */
+/* ---- making a context ------------------------------------------------------------------------ */
 MPT_API mpt_result mpt_ctx_create(const mpt_ctx_desc *desc, mpt_ctx **out) {
     mpt_ctx_desc d;
     mpt_ctx *ctx;
@@ -3454,7 +3456,7 @@ static void mpti_block_release(mpti_block *b) {
         mpti_free(b->allocator, b, b->bytes);
 }
 
-/* ---- compressed streams --------------------------------------------------------------------- */
+/* ---- compressed streams ---------------------------------------------------------------------- */
 static const char *mpti_compression_name(mpt_compression kind) {
     return kind == MPT_COMPRESSION_GZIP ? "gzip" : kind == MPT_COMPRESSION_ZLIB ? "zlib" : "plain";
 }
@@ -4253,7 +4255,7 @@ MPT_API mpt_result mpt_tfrecord_writer_finish(mpt_tfrecord_writer *w) {
     return mpti_report(w->ctx, rc);
 }
 
-/* ---- record index --------------------------------------------------------------------------- */
+/* ---- record index ---------------------------------------------------------------------------- */
 typedef struct mpti_index {
     mpt_tfrecord_index view; /* first: what the caller sees */
     const mpt_allocator *allocator;
@@ -6131,15 +6133,16 @@ static bool mpti_axis_is_copy(const mpti_axis *a) {
 
 /* How many source pixels output i is made of, from *first on. Their weights sum to 1. */
 static int mpti_axis_weights(const mpti_axis *a, int i, int *first, uint32_t *weights) {
-    int64_t half = (int64_t)MPTI_SUBPIXELS * a->out, sum = 0, j;
+    int64_t middle = (int64_t)MPTI_SUBPIXELS * a->out, sum = 0, j;
     int64_t centre = 2 * a->out * a->start + (2 * i + 1) * a->length;
-    int64_t low = centre - a->reach + half, high = (centre + a->reach + half - 1) / (2 * half);
+    int64_t low = centre - a->reach + middle;
+    int64_t high = (centre + a->reach + middle - 1) / (2 * middle);
 
-    low = low < 0 ? 0 : low / (2 * half);
+    low = low < 0 ? 0 : low / (2 * middle);
     if (high > a->size) high = a->size;
-    for (j = low; j < high; j++) sum += a->reach - llabs((2 * j + 1) * half - centre);
+    for (j = low; j < high; j++) sum += a->reach - llabs((2 * j + 1) * middle - centre);
     for (j = low; j < high; j++) {
-        int64_t weight = a->reach - llabs((2 * j + 1) * half - centre); /* below 2^38 */
+        int64_t weight = a->reach - llabs((2 * j + 1) * middle - centre); /* below 2^38 */
         weights[j - low] = (uint32_t)(((weight << MPTI_WEIGHT_BITS) + sum / 2) / sum);
     }
     *first = (int)low;
@@ -6564,7 +6567,7 @@ static bool mpti_item_fail(const mpt_allocator *a, mpti_item *item, const mpt_er
     return true;
 }
 
-/* ---- which files ---------------------------------------------------------------------------- */
+/* ---- which files ----------------------------------------------------------------------------- */
 typedef struct mpti_listing {
     mpt_loader *ld;
     const char *pattern;
@@ -6734,7 +6737,7 @@ static mpt_result mpti_loader_list(mpt_loader *ld, mpt_error *err) {
     return MPT_OK;
 }
 
-/* ---- how many records ----------------------------------------------------------------------- */
+/* ---- how many records ------------------------------------------------------------------------ */
 
 /* With few files a lane takes a run of records out of their concatenation, which needs the index of
    each plain file; with many it takes whole files. One lane takes all either way. */
@@ -7003,7 +7006,7 @@ static mpt_result mpti_loader_find_schema(mpt_loader *ld, int64_t *record_bytes,
                                 keys[1] ? keys[1] : "image/class/label", err);
 }
 
-/* ---- dealing files or records to lanes ------------------------------------------------------ */
+/* ---- dealing files or records to lanes ------------------------------------------------------- */
 
 /* Where share number i begins when n things are cut into `shares` runs of equal length (+-1). */
 static int64_t mpti_share_begin(int64_t n, int64_t shares, int64_t i) {
@@ -7905,7 +7908,7 @@ static void *mpti_loader_main(void *arg) {
     return NULL;
 }
 
-/* ---- epochs --------------------------------------------------------------------------------- */
+/* ---- epochs ---------------------------------------------------------------------------------- */
 
 /* Lets no new job begin and waits for those that run. Under the lock. */
 static void mpti_loader_pause(mpt_loader *ld) {
@@ -8011,7 +8014,7 @@ static mpt_result mpti_loader_failed_before(mpt_loader *ld) {
     return mpti_report(ld->ctx, ld->error.code);
 }
 
-/* ---- the next batch ------------------------------------------------------------------------- */
+/* ---- the next batch -------------------------------------------------------------------------- */
 
 /* Waits until every lane has filled its part of the batch, or memory is out. Under the lock. */
 static mpt_result mpti_loader_wait(mpt_loader *ld, mpti_loader_batch *batch, mpt_error *err) {
@@ -8190,7 +8193,7 @@ MPT_API mpt_loader_info mpt_loader_get_info(const mpt_loader *ld) {
     return info;
 }
 
-/* ---- making and ending a loader ------------------------------------------------------------- */
+/* ---- making and ending a loader -------------------------------------------------------------- */
 static mpt_result mpti_loader_make_lut(mpt_loader *ld, mpt_error *err) {
     size_t channels = (size_t)ld->desc.channels, c, v;
     bool ok = true;
@@ -9124,7 +9127,7 @@ static void mpti_tree_sum_f64(double *parts, size_t stride, int64_t num_parts) {
     }
 }
 
-/* ---- rows of any storage type --------------------------------------------------------------- */
+/* ---- rows of any storage type ---------------------------------------------------------------- */
 static void mpti_zero(mpt_dtype dtype, void *p, int64_t begin, int64_t end) {
     const size_t size = mpt_dtype_size(dtype);
     if (begin < end) memset((char *)p + (size_t)begin * size, 0, (size_t)(end - begin) * size);
@@ -9160,7 +9163,7 @@ static void mpti_span_load(const mpti_cpu *cpu, mpt_dtype dtype, const void *p, 
     if (size < MPTI_SPAN) memset(span + size, 0, (size_t)(MPTI_SPAN - size) * sizeof(float));
 }
 
-/* ---- what every entry checks first ---------------------------------------------------------- */
+/* ---- what every entry checks first ----------------------------------------------------------- */
 static bool mpti_is_storage(mpt_dtype dtype) {
     return dtype == MPT_F32 || dtype == MPT_F16 || dtype == MPT_BF16;
 }
@@ -10775,7 +10778,7 @@ static mpt_result mpti_input_normalize(void *self, const mpt_normalize_args *a) 
                            a);
 }
 
-/* ---- the table ------------------------------------------------------------------------------ */
+/* ---- the table ------------------------------------------------------------------------------- */
 static const char *mpti_cpu_kernels(void *self) {
     return ((const mpti_cpu *)self)->family->name;
 }
@@ -10874,7 +10877,7 @@ typedef struct mpti_cuda {
     cudaEvent_t reported[MPTI_CUDA_REPORTS];
 } mpti_cuda;
 
-/* ---- errors --------------------------------------------------------------------------------- */
+/* ---- errors ---------------------------------------------------------------------------------- */
 static mpt_result mpti_cuda_fail(mpti_cuda *c, int error, const char *domain, const char *text) {
     bool no_memory = !strcmp(domain, "cuda") && error == (int)cudaErrorMemoryAllocation;
 
@@ -12044,7 +12047,7 @@ MPT_API int mpt_name(mpt_model *m, int x, const char *name) {
     return x;
 }
 
-/* ---- what the steps of one trainer work with ------------------------------------------------ */
+/* ---- what the steps of one trainer work with ------------------------------------------------- */
 
 typedef struct mpti_layout {
     mpti_place *places; /* [num_nodes] */
@@ -12108,7 +12111,7 @@ static const float *mpti_net_bias(const mpti_net *net, const mpti_node *node) { 
     return node->use_bias ? net->masters + node->param_offset + mpti_node_weights(node) : NULL;
 }
 
-/* ---- arguments of the operators ------------------------------------------------------------- */
+/* ---- arguments of the operators -------------------------------------------------------------- */
 static mpt_conv2d_args mpti_conv2d_args(const mpti_net *net, const mpti_node *node) {
     const mpti_node *in = &net->model->nodes[node->in[0]];
     mpt_conv2d_args a;
@@ -12341,7 +12344,7 @@ static mpt_result mpti_step_forward_custom(mpti_net *net, const mpti_node *node,
     return mpti_casts_end(&casts, rc, out.data, y, node);
 }
 
-/* ---- forward -------------------------------------------------------------------------------- */
+/* ---- forward --------------------------------------------------------------------------------- */
 static mpt_result mpti_step_forward_norm(mpti_net *net, int v) {
     const mpti_node *node = &net->model->nodes[v], *norm = &net->model->nodes[node->norm];
     mpt_batchnorm_args a = mpti_batchnorm_args(net, node);
@@ -12408,7 +12411,7 @@ static mpt_result mpti_step_forward(mpti_net *net, int v) {
     return MPT_ERR_INTERNAL;
 }
 
-/* ---- backward ------------------------------------------------------------------------------- */
+/* ---- backward -------------------------------------------------------------------------------- */
 
 /* Where a step writes the gradient of value v: its place, or scratch if others wrote there before.
    NULL: nobody needs it (the picture has no gradient). */
@@ -12587,7 +12590,7 @@ static mpt_result mpti_step_backward(mpti_net *net, int v) {
     return mpti_net_end_gradient(net, node->in[0], b->global_avg_pool_backward(net->self, &pool));
 }
 
-/* ---- a whole pass --------------------------------------------------------------------------- */
+/* ---- a whole pass ---------------------------------------------------------------------------- */
 static mpt_result mpti_net_input(mpti_net *net, const void *images, mpt_dtype dtype) {
     const mpti_node *input = &net->model->nodes[MPT_INPUT];
     mpt_normalize_args a;
@@ -13016,7 +13019,7 @@ static mpt_result mpti_net_lay_out(mpti_net *net) {
     return mpti_net_workspace(net);
 }
 
-/* ---- initial weights ------------------------------------------------------------------------ */
+/* ---- initial weights ------------------------------------------------------------------------- */
 /* (1 + cos(pi u)) / 2 for u in 0 .. 1, within 2^-50, and near u = 1 within 2^-50 of itself.
    It is cos^2 = 1 - sin^2 of pi u / 2; seen from the nearer end the angle y is at most pi/4, where
    sin y = y (1 - y^2/(2 3) (1 - y^2/(4 5) (1 - ...))) up to y^15 leaves out y^17/17! < 2^-54. */
@@ -13112,7 +13115,7 @@ static mpt_result mpti_model_init(const mpt_model *m, uint64_t seed, float *para
     return rc;
 }
 
-/* ---- the zoo -------------------------------------------------------------------------------- */
+/* ---- the zoo --------------------------------------------------------------------------------- */
 static int mpti_zoo_conv(mpt_model *m, int x, const char *name, int channels, int kernel,
                          int stride, int bias) {
     mpt_conv2d_desc d;
@@ -13281,7 +13284,7 @@ static int mpti_optimizer_state_count(mpt_optimizer_kind kind) {
     return kind == MPT_OPTIMIZER_ADAM || kind == MPT_OPTIMIZER_ADAMW ? 2 : 1;
 }
 
-/* ---- segments and chunks -------------------------------------------------------------------- */
+/* ---- segments and chunks --------------------------------------------------------------------- */
 typedef struct mpti_parameter { /* one parameter tensor within the flat buffers */
     size_t offset, count;
     bool decays; /* weight decay applies */
@@ -14029,7 +14032,7 @@ MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt
 }
 
 /* =================================================================================================
- * >>train   12.1 Trainer: the plan, microbatches, the step, evaluation
+ * >>train   12.1 Trainer: the plan, microbatches, the step
  * =================================================================================================
  *
  * Problem: a step sums over lanes and slices, may have to be thrown away, and has to give the same
@@ -14037,8 +14040,8 @@ MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt
  * Idea:    each microbatch leaves gradients, statistics and counts in one flat row; rows meet in
  *          a fixed binary tree; then nine lines decide and update.
  * Shapes:  a row: (num_params) gradients | (num_stats) n * mean, n * variance of each batch norm
- * Tested:  tests/test_train.c, test_skip.c, test_evaluate.c; test_reference.c against PyTorch
- * Next:    >>safetensors, in which what was learned is kept.
+ * Tested:  tests/test_train.c, test_skip.c; test_reference.c against PyTorch
+ * Next:    >>evaluate, what else a trainer can be asked.
  */
 enum { MPTI_MAX_LEVELS = 32 }; /* of the tree: 2^32 microbatches a step */
 
@@ -14113,7 +14116,23 @@ struct mpt_trainer {
     mpt_step_report last; /* of the last step */
 };
 
-/* ---- descs ---------------------------------------------------------------------------------- */
+/* What >>device does for a trainer whose backend has memory of its own. */
+static bool mpti_on_device(const mpt_trainer *t) { return t->ctx->backend->alloc != NULL; }
+static void mpti_device_plan(const mpt_trainer *t, int64_t num_chunks,
+                             size_t bytes[MPTI_NUM_ARENAS]);
+static size_t mpti_device_slot_bytes(const mpt_trainer *t);
+static void mpti_device_place(mpt_trainer *t);
+static mpt_result mpti_device_open(mpt_trainer *t);
+static void mpti_device_close(mpt_trainer *t);
+static mpt_result mpti_device_put(mpt_trainer *t);
+static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images);
+static mpt_result mpti_device_forward_backward(mpt_trainer *t);
+static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out);
+static mpt_result mpti_device_sync(mpt_trainer *t);
+static mpt_result mpti_device_clear_evaluation(mpt_trainer *t);
+static mpt_result mpti_device_add_evaluation(mpt_trainer *t, mpt_softmax_stats *stats);
+
+/* ---- descs ----------------------------------------------------------------------------------- */
 MPT_API mpt_trainer_desc mpt_trainer_desc_defaults(const mpt_trainer_desc *desc) {
     mpt_trainer_desc d;
     bool mixed;
@@ -14178,7 +14197,7 @@ static mpt_result mpti_trainer_desc_check(const mpt_trainer_desc *d, int batch_s
     return MPT_OK;
 }
 
-/* ---- the plan ------------------------------------------------------------------------------- */
+/* ---- the plan -------------------------------------------------------------------------------- */
 /* floor(log2 A) + 1; on a device, whose memory is dearer, one running sum and one to write. */
 static int mpti_trainer_num_rows(const mpt_trainer_desc *d, bool on_device) {
     int64_t microbatches = (int64_t)d->accumulate_steps * d->slices;
@@ -14187,8 +14206,6 @@ static int mpti_trainer_num_rows(const mpt_trainer_desc *d, bool on_device) {
     for (; microbatches > 1; microbatches /= 2) rows++;
     return on_device && rows > 2 ? 2 : rows;
 }
-
-static bool mpti_on_device(const mpt_trainer *t) { return t->ctx->backend->alloc != NULL; }
 
 /* Each layer's weights, then its bias; gamma, then beta. out NULL: only counts. */
 static int64_t mpti_list_parameters(const mpt_model *m, const mpt_optimizer_desc *desc,
@@ -14227,38 +14244,6 @@ static void mpti_plan_arenas(const mpt_memory_plan *p, size_t bytes[MPTI_NUM_ARE
     bytes[MPTI_DECISIONS] = bytes[MPTI_MIRROR] = 0;
 }
 
-/* Those of a device, which together with four staged microbatches (two slots, there and on the
-   host) are the plan's staging. */
-static void mpti_plan_device_arenas(const mpt_trainer *t, int64_t num_chunks,
-                                    size_t bytes[MPTI_NUM_ARENAS]) {
-    const mpt_model *m = t->model;
-    size_t params = mpti_align((size_t)m->num_params * sizeof(float));
-    size_t stats = mpti_align((size_t)m->num_stats * sizeof(float));
-    size_t segments = (size_t)t->num_parameters, records = (size_t)t->net.capacity;
-    size_t classes = (size_t)m->nodes[m->logits].c;
-
-    if (!mpti_on_device(t)) return;
-    bytes[MPTI_DECISIONS] =
-        mpti_align(sizeof(mpt_step_state)) + mpti_align(sizeof(mpt_softmax_stats)) +
-        mpti_align(records * classes * sizeof(float)) + mpti_align(records * sizeof(int32_t)) +
-        stats + mpti_align(segments * sizeof(float)) +
-        mpti_align((size_t)num_chunks * 2 * sizeof(double)) +
-        mpti_align((size_t)num_chunks * sizeof(mpt_update_chunk)) +
-        mpti_align(segments * sizeof(mpt_update_segment));
-    bytes[MPTI_MIRROR] =
-        params * (1 + (size_t)mpti_optimizer_state_count(t->desc.optimizer.kind)) + stats;
-}
-
-/* Pictures of four bytes a number are the largest, then labels and ids. */
-static size_t mpti_slot_bytes(const mpt_trainer *t) {
-    size_t records = (size_t)t->net.capacity;
-    size_t picture = (size_t)mpti_node_elements(&t->model->nodes[MPT_INPUT]) * sizeof(float);
-
-    if (!mpti_on_device(t)) return 0;
-    return mpti_align(records * picture) + mpti_align(records * sizeof(int32_t)) +
-           mpti_align(records * sizeof(uint64_t));
-}
-
 static void mpti_plan_sum(mpt_memory_plan *p, const mpt_trainer *t, int64_t num_chunks) {
     size_t bytes[MPTI_NUM_ARENAS];
     int i;
@@ -14267,7 +14252,7 @@ static void mpti_plan_sum(mpt_memory_plan *p, const mpt_trainer *t, int64_t num_
                      sizeof(mpti_parameter) * (size_t)t->num_parameters +
                      mpti_optimizer_bytes(num_chunks, t->num_parameters);
     mpti_plan_arenas(p, bytes);
-    mpti_plan_device_arenas(t, num_chunks, bytes);
+    mpti_device_plan(t, num_chunks, bytes);
     p->staging = 4 * t->device.slot_bytes + bytes[MPTI_DECISIONS] + bytes[MPTI_MIRROR];
     p->total = 4 * t->device.slot_bytes;
     for (i = 0; i < MPTI_NUM_ARENAS; i++) {
@@ -14323,7 +14308,7 @@ static mpt_result mpti_trainer_make_plan(mpt_trainer *t) {
         return MPTI_FAIL(&t->ctx->error, rc, "infer of layer %s refused %d records: %s",
                          m->nodes[t->net.failed].name, t->net.capacity, mpt_result_string(rc));
     t->num_rows = mpti_trainer_num_rows(&t->desc, mpti_on_device(t));
-    t->device.slot_bytes = mpti_slot_bytes(t);
+    t->device.slot_bytes = mpti_device_slot_bytes(t);
     t->num_parameters = mpti_list_parameters(m, &t->desc.optimizer, NULL, &num_chunks);
     memset(p, 0, sizeof *p);
     p->weights = full || cast ? floats : halves;
@@ -14377,7 +14362,7 @@ MPT_API mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_desc *desc, in
     return mpti_report(m->ctx, rc);
 }
 
-/* ---- making a trainer ----------------------------------------------------------------------- */
+/* ---- making a trainer ------------------------------------------------------------------------ */
 static mpt_result mpti_trainer_open_arenas(mpt_trainer *t, int64_t num_chunks) {
     static const char *const purposes[MPTI_NUM_ARENAS] = {
         "weights",     "master weights", "gradients",          "optimizer state",
@@ -14390,7 +14375,7 @@ static mpt_result mpti_trainer_open_arenas(mpt_trainer *t, int64_t num_chunks) {
     int i;
 
     mpti_plan_arenas(&t->plan, bytes);
-    mpti_plan_device_arenas(t, num_chunks, bytes);
+    mpti_device_plan(t, num_chunks, bytes);
     memset(&d, 0, sizeof d);
     for (i = 0; i < MPTI_NUM_ARENAS && rc == MPT_OK; i++) {
         if (bytes[i] == 0) continue;
@@ -14408,145 +14393,6 @@ static mpt_result mpti_trainer_open_arenas(mpt_trainer *t, int64_t num_chunks) {
 
 static float *mpti_trainer_floats(mpt_trainer *t, int arena, int64_t count) { /* NULL for none */
     return count ? (float *)mpti_arena_take(t->arenas[arena], (size_t)count * sizeof(float)) : NULL;
-}
-
-/* ---- on a device --------------------------------------------------------------------------------
-   Arenas are the device's memory, and what decides a step lies there too (mpt_step_state), so that
-   the host begins a step and never waits for it: it reads the report of the step before. What is
-   learned has a mirror on the host, filled when somebody asks and uploaded when it was set. */
-static void *mpti_device_take(mpt_trainer *t, size_t bytes) {
-    return mpti_arena_take(t->arenas[MPTI_DECISIONS], bytes);
-}
-
-/* Hands out both arenas, exactly as mpti_plan_device_arenas counted. */
-static void mpti_device_place(mpt_trainer *t) {
-    const mpt_model *m = t->model;
-    mpti_device *d = &t->device;
-    size_t records = (size_t)t->net.capacity, segments = (size_t)t->num_parameters;
-    size_t chunks = (size_t)t->optimizer.num_chunks;
-    int64_t params = m->num_params;
-
-    d->state = (mpt_step_state *)mpti_device_take(t, sizeof *d->state);
-    d->evaluation = (mpt_softmax_stats *)mpti_device_take(t, sizeof *d->evaluation);
-    d->probabilities = (float *)mpti_device_take(
-        t, records * (size_t)m->nodes[m->logits].c * sizeof(float));
-    d->labels = (int32_t *)mpti_device_take(t, records * sizeof(int32_t));
-    d->momentum = (float *)mpti_device_take(t, (size_t)m->num_stats * sizeof(float));
-    d->ratios = (float *)mpti_device_take(t, segments * sizeof(float));
-    d->sums = (double *)mpti_device_take(t, chunks * 2 * sizeof(double));
-    d->chunks = (mpt_update_chunk *)mpti_device_take(t, chunks * sizeof *d->chunks);
-    d->segments = (mpt_update_segment *)mpti_device_take(t, segments * sizeof *d->segments);
-    t->host.masters = mpti_trainer_floats(t, MPTI_MIRROR, params);
-    if (t->first) t->host.first = mpti_trainer_floats(t, MPTI_MIRROR, params);
-    if (t->second) t->host.second = mpti_trainer_floats(t, MPTI_MIRROR, params);
-    t->host.running = mpti_trainer_floats(t, MPTI_MIRROR, m->num_stats);
-}
-
-/* The lists of the update, in one piece of host memory each before they go there. */
-static mpt_result mpti_device_put_chunks(mpt_trainer *t) {
-    const mpt_allocator *a = &t->ctx->desc.allocator;
-    const mpti_optimizer *o = &t->optimizer;
-    size_t bytes = sizeof(mpt_update_chunk) * (size_t)o->num_chunks;
-    mpt_update_chunk *list = (mpt_update_chunk *)mpti_calloc(a, 1, bytes);
-    mpt_result rc;
-    int64_t i;
-
-    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
-    for (i = 0; i < o->num_chunks; i++) {
-        list[i].offset = (int64_t)o->chunks[i].offset;
-        list[i].count = (int)o->chunks[i].count;
-        list[i].segment = (int)o->chunks[i].segment;
-    }
-    rc = t->net.backend->upload(t->net.self, t->device.chunks, list, bytes);
-    mpti_free(a, list, bytes);
-    return rc;
-}
-
-static mpt_result mpti_device_put_segments(mpt_trainer *t) {
-    const mpt_allocator *a = &t->ctx->desc.allocator;
-    size_t bytes = sizeof(mpt_update_segment) * (size_t)t->num_parameters;
-    mpt_update_segment *list = (mpt_update_segment *)mpti_calloc(a, 1, bytes);
-    int64_t i, chunk = 0;
-    mpt_result rc;
-
-    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
-    for (i = 0; i < t->num_parameters; i++) {
-        list[i].first_chunk = chunk;
-        list[i].num_chunks = mpti_parameter_chunks(t->parameters[i].count);
-        list[i].decays = t->parameters[i].decays;
-        list[i].adapts = t->parameters[i].adapts;
-        chunk += list[i].num_chunks;
-    }
-    rc = t->net.backend->upload(t->net.self, t->device.segments, list, bytes);
-    mpti_free(a, list, bytes);
-    return rc;
-}
-
-static mpt_result mpti_device_put_momentum(mpt_trainer *t) {
-    const mpt_model *m = t->model;
-    mpt_result rc = MPT_OK;
-    mpt_fill_args a;
-    int v;
-
-    a.dtype = MPT_F32;
-    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
-        if (m->nodes[v].kind != MPTI_KIND_BATCHNORM) continue;
-        a.dst = t->device.momentum + m->nodes[v].stat_offset;
-        a.count = 2 * m->nodes[v].c;
-        a.value = m->nodes[v].momentum;
-        rc = t->net.backend->fill(t->net.self, &a);
-    }
-    return rc;
-}
-
-static mpt_result mpti_device_open(mpt_trainer *t) {
-    mpt_result rc = t->net.backend->stage_reserve(t->net.self, t->device.slot_bytes);
-
-    if (rc == MPT_OK) rc = mpti_device_put_chunks(t);
-    if (rc == MPT_OK) rc = mpti_device_put_segments(t);
-    return rc ? rc : mpti_device_put_momentum(t);
-}
-
-static void mpti_device_close(mpt_trainer *t) {
-    int i;
-
-    for (i = 0; i < MPTI_RECORDINGS; i++)
-        if (t->device.recordings[i])
-            t->net.backend->forget(t->net.self, t->device.recordings[i]);
-}
-
-/* Each row of what is learned to its mirror, or back. */
-static mpt_result mpti_device_move(mpt_trainer *t, float *there, float *here, int64_t count,
-                                   bool fetch) {
-    size_t bytes = (size_t)count * sizeof(float);
-
-    if (!here || count == 0) return MPT_OK;
-    return fetch ? t->net.backend->download(t->net.self, here, there, bytes)
-                 : t->net.backend->upload(t->net.self, there, here, bytes);
-}
-
-static mpt_result mpti_device_move_learned(mpt_trainer *t, bool fetch) {
-    int64_t params = t->model->num_params;
-    mpt_result rc = mpti_device_move(t, t->masters, t->host.masters, params, fetch);
-
-    if (rc == MPT_OK) rc = mpti_device_move(t, t->first, t->host.first, params, fetch);
-    if (rc == MPT_OK) rc = mpti_device_move(t, t->second, t->host.second, params, fetch);
-    if (rc) return rc;
-    return mpti_device_move(t, t->running, t->host.running, t->model->num_stats, fetch);
-}
-
-/* Sets all that a step goes on from: t->host, the scaler, the optimizer's counters. */
-static mpt_result mpti_device_put(mpt_trainer *t) {
-    mpt_step_state s;
-    mpt_result rc = mpti_device_move_learned(t, false);
-
-    memset(&s, 0, sizeof s);
-    s.scaler = t->scaler;
-    s.applied_steps = t->optimizer.applied_steps;
-    s.beta1_power = t->optimizer.beta1_power;
-    s.beta2_power = t->optimizer.beta2_power;
-    s.first_nonfinite = -1;
-    return rc ? rc : t->net.backend->upload(t->net.self, t->device.state, &s, sizeof s);
 }
 
 /* The 16-bit copy follows the masters. */
@@ -14593,7 +14439,7 @@ static mpt_result mpti_trainer_weights_changed(mpt_trainer *t) {
     return rc ? rc : mpti_trainer_widen(t);
 }
 
-/* ---- making a trainer: placing, and putting it together ------------------------------------- */
+/* ---- making a trainer: placing, and putting it together -------------------------------------- */
 /* Hands out the arenas, which are exactly as large as that. */
 static void mpti_trainer_place(mpt_trainer *t) {
     int64_t params = t->model->num_params, stats = t->model->num_stats;
@@ -14763,24 +14609,6 @@ static mpt_result mpti_trainer_forward_backward(mpt_trainer *t) {
     return rc ? rc : mpti_net_backward(&t->net);
 }
 
-/* Forward and backward; full microbatches behind the first step are recorded once and replayed. */
-static mpt_result mpti_device_forward_backward(mpt_trainer *t) {
-    const mpt_backend *b = t->net.backend;
-    void **recording = &t->device.recordings[t->depth];
-    mpt_result rc, ended;
-
-    if (t->step == 0 || t->net.num_valid != t->net.capacity)
-        return mpti_trainer_forward_backward(t);
-    if (!*recording) {
-        rc = b->record_begin(t->net.self);
-        if (rc) return rc;
-        rc = mpti_trainer_forward_backward(t);
-        ended = b->record_end(t->net.self, recording);
-        if (rc || ended) return rc ? rc : ended;
-    }
-    return b->replay(t->net.self, *recording);
-}
-
 static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mpt_dtype dtype) {
     mpt_scale_args weigh;
     mpt_result rc;
@@ -14804,7 +14632,7 @@ static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mp
     return rc;
 }
 
-/* ---- batches -------------------------------------------------------------------------------- */
+/* ---- batches --------------------------------------------------------------------------------- */
 static int64_t mpti_lane_count(const mpt_batch *b) {
     return b->num_lanes > 0 ? b->num_lanes : 1;
 }
@@ -14885,35 +14713,6 @@ static mpt_result mpti_trainer_check_training(const mpt_trainer *t, const mpt_ba
     return mpti_trainer_check_labels(t, b, *capacity);
 }
 
-/* The records that the net was pointed at go there. Labels get a place that never changes, for
-   recorded operators. */
-static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images) {
-    const mpt_backend *b = t->net.backend;
-    size_t n = (size_t)t->net.num_valid, labels_at = mpti_align(n * picture);
-    size_t ids_at = labels_at + mpti_align(n * sizeof(int32_t));
-    size_t bytes = ids_at + n * sizeof(uint64_t);
-    mpt_copy_args copy;
-    void *host, *there;
-    mpt_result rc = b->stage_begin(t->net.self, &host);
-
-    if (rc) return rc;
-    memcpy(host, *images, n * picture);
-    if (t->net.labels)
-        memcpy((uint8_t *)host + labels_at, t->net.labels, n * sizeof(int32_t));
-    if (t->net.sample_ids)
-        memcpy((uint8_t *)host + ids_at, t->net.sample_ids, n * sizeof(uint64_t));
-    rc = b->stage_end(t->net.self, bytes, &there);
-    if (rc) return rc;
-    *images = there;
-    if (t->net.sample_ids) t->net.sample_ids = (const uint64_t *)((uint8_t *)there + ids_at);
-    if (!t->net.labels) return MPT_OK;
-    copy.src = (const uint8_t *)there + labels_at;
-    copy.dst = t->device.labels;
-    copy.bytes = n * sizeof(int32_t);
-    t->net.labels = t->device.labels;
-    return b->copy(t->net.self, &copy);
-}
-
 /* Points the net at n records from slot on, and *images at their pictures. */
 static mpt_result mpti_trainer_point(mpt_trainer *t, const mpt_batch *b, int64_t slot, int64_t n,
                                      const void **images) {
@@ -14952,7 +14751,7 @@ MPT_API mpt_result mpt_trainer_accumulate(mpt_trainer *t, const mpt_batch *batch
     return mpti_report(t->ctx, rc);
 }
 
-/* ---- the step ------------------------------------------------------------------------------- */
+/* ---- the step -------------------------------------------------------------------------------- */
 typedef struct mpti_update { /* what the lines of mpt_trainer_apply tell each other */
     float scale;   /* of the backward pass whose gradients these are */
     float unscale; /* turns a stored gradient into the mean over the records that were there */
@@ -15087,96 +14886,7 @@ static void mpti_trainer_report(mpt_trainer *t, const mpti_update *u, mpt_step_r
     t->seconds = now;
 }
 
-/* ---- the step on a device ------------------------------------------------------------------- */
-/* Reads the report of one step, and what the host has to know of its outcome. */
-static mpt_result mpti_device_report(mpt_trainer *t, int64_t step) {
-    double now;
-    mpt_step_state s;
-    mpt_result rc = t->net.backend->update_wait(t->net.self, step, &s);
 
-    if (rc) return rc;
-    now = mpti_seconds();
-    t->last = s.report;
-    t->last.seconds = now - t->seconds;
-    t->seconds = now;
-    t->scaler = s.scaler;
-    t->optimizer.applied_steps = s.applied_steps;
-    t->optimizer.beta1_power = s.beta1_power;
-    t->optimizer.beta2_power = s.beta2_power;
-    t->device.reported = step;
-    if (!mpt_loss_scaler_is_stuck(&t->scaler)) return MPT_OK;
-    return mpti_trainer_stuck(t, s.first_nonfinite);
-}
-
-static mpt_result mpti_device_sync(mpt_trainer *t) {
-    mpt_result rc = MPT_OK;
-
-    while (rc == MPT_OK && t->device.reported < t->step)
-        rc = mpti_device_report(t, t->device.reported + 1);
-    return rc;
-}
-
-/* Makes t->host, the scaler and the counters what they are after the last step. */
-static mpt_result mpti_trainer_fetch(mpt_trainer *t) {
-    mpt_result rc;
-
-    if (!mpti_on_device(t)) return MPT_OK;
-    rc = mpti_device_sync(t);
-    if (rc == MPT_ERR_INVALID_STATE) rc = MPT_OK; /* stuck, but what was learned is there */
-    return rc ? rc : mpti_device_move_learned(t, true);
-}
-
-static void mpti_device_update_args(const mpt_trainer *t, mpt_update_args *a) {
-    const mpti_device *d = &t->device;
-    int i;
-
-    memset(a, 0, sizeof *a);
-    a->state = d->state;
-    a->weights = t->masters;
-    a->row = t->rows[0];
-    a->first = t->first;
-    a->second = t->second;
-    a->half = t->half;
-    a->half_dtype = t->net.operand;
-    a->running = t->running;
-    a->momentum = d->momentum;
-    a->chunks = d->chunks;
-    a->segments = d->segments;
-    a->sums = d->sums;
-    a->ratios = d->ratios;
-    a->num_params = t->model->num_params;
-    a->num_stats = t->model->num_stats;
-    a->num_chunks = t->optimizer.num_chunks;
-    a->num_segments = t->num_parameters;
-    a->optimizer = t->desc.optimizer;
-    a->step = t->step;
-    a->num_samples = t->num_samples;
-    a->fitting = (double)t->batch_size * t->desc.accumulate_steps;
-    a->first_applied = t->optimizer.applied_steps;
-    for (i = 0; i < (int)(sizeof a->rates / sizeof a->rates[0]); i++)
-        a->rates[i] = mpt_schedule_rate(&t->desc.schedule, t->desc.optimizer.learning_rate,
-                                        a->first_applied + i, t->desc.total_steps);
-}
-
-/* The lines of mpt_trainer_apply, begun on the device. At most two steps are under way, so the
-   learning rate is one of the next two; the report is that of the step before. */
-static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out) {
-    mpt_update_args a;
-    mpt_result rc;
-
-    if (t->num_samples == 0) return mpti_trainer_no_record(t);
-    t->step++;
-    mpti_device_update_args(t, &a);
-    rc = t->net.backend->update(t->net.self, &a);
-    if (rc == MPT_OK) rc = mpti_trainer_widen(t);
-    mpti_trainer_begin_step(t);
-    while (rc == MPT_OK && t->device.reported < t->step - 1)
-        rc = mpti_device_report(t, t->device.reported + 1);
-    *out = t->last;
-    return rc;
-}
-
-/* ---- the step in nine lines ----------------------------------------------------------------- */
 /* One optimizer step in nine lines. The order is the point of them: gradients of all lanes first
    meet, then one look at the sum decides for all ranks alike; they are unscaled before clipping,
    weight decay and momentum see them, with the scale of their own backward pass; and a skipped step
@@ -15238,6 +14948,99 @@ MPT_API mpt_trainer_info mpt_trainer_get_info(const mpt_trainer *t) {
     info.backend = t->net.backend->name;
     info.kernels = t->net.backend->kernels(t->net.self);
     return info;
+}
+
+/* =================================================================================================
+ * >>evaluate   12.2 Beside training: evaluation, prediction, the autopsy of a skipped step
+ * =================================================================================================
+ *
+ * Problem: a trainer has a whole network at work; one also wants to ask it what it knows, and why
+ *          a step went wrong.
+ * Idea:    the same forward pass in inference mode; and the same step once more, with a look at
+ *          each tensor as it comes.
+ * Shapes:  probabilities (records, classes) FP32
+ * Tested:  tests/test_evaluate.c, test_skip.c
+ * Next:    >>device, the same where the host must not wait.
+ */
+
+/* ---- evaluation ------------------------------------------------------------------------------ */
+
+/* Forward in inference mode over n records of one lane, piece by piece. */
+static mpt_result mpti_trainer_infer(mpt_trainer *t, const mpt_batch *b, int64_t first, int64_t n,
+                                     float *probabilities, mpt_softmax_stats *stats) {
+    int classes = t->model->nodes[t->model->logits].c;
+    bool on_device = mpti_on_device(t);
+    int64_t at, piece;
+    mpt_result rc = on_device ? mpti_device_clear_evaluation(t) : MPT_OK;
+
+    t->net.training = false;
+    t->net.stats = on_device ? t->device.evaluation : stats;
+    for (at = 0; at < n && rc == MPT_OK; at += piece) {
+        float *out = probabilities ? probabilities + at * classes : NULL;
+        const void *images;
+        piece = n - at < t->net.capacity ? n - at : t->net.capacity;
+        t->net.probabilities = out && on_device ? t->device.probabilities : out;
+        rc = mpti_trainer_point(t, b, first + at, piece, &images);
+        if (rc == MPT_OK) rc = mpti_net_input(&t->net, images, b->images.dtype);
+        if (rc == MPT_OK) rc = mpti_net_forward(&t->net);
+        if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
+        if (rc == MPT_OK && out && on_device)
+            rc = t->net.backend->download(t->net.self, out, t->device.probabilities,
+                                          sizeof *out * (size_t)(piece * classes));
+    }
+    if (rc == MPT_OK && on_device) rc = mpti_device_add_evaluation(t, stats);
+    t->net.probabilities = NULL;
+    return rc ? mpti_trainer_step_failed(t, rc) : MPT_OK;
+}
+
+static mpt_result mpti_trainer_evaluate_batch(mpt_trainer *t, const mpt_batch *b, mpt_metrics *m,
+                                              mpt_softmax_stats *stats) {
+    int64_t lane, capacity, valid;
+    mpt_result rc = mpti_trainer_check_batch(t, b, &capacity);
+
+    if (rc == MPT_OK) rc = mpti_trainer_check_labels(t, b, capacity);
+    for (lane = 0; lane < mpti_lane_count(b) && rc == MPT_OK; lane++) {
+        valid = mpti_lane_valid(b, lane, capacity);
+        rc = mpti_trainer_infer(t, b, lane * capacity, valid, NULL, stats);
+        m->num_samples += valid;
+    }
+    return rc;
+}
+
+MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out) {
+    mpt_softmax_stats stats;
+    mpt_metrics m;
+    mpt_batch b;
+    mpt_result rc = MPT_OK;
+
+    if (!t || !data || !out) return MPT_ERR_INVALID_ARGUMENT;
+    memset(&stats, 0, sizeof stats);
+    memset(&m, 0, sizeof m);
+    while (rc == MPT_OK && (rc = mpt_loader_next(data, &b)) == MPT_OK)
+        rc = mpti_trainer_evaluate_batch(t, &b, &m, &stats);
+    if (rc != MPT_END) return mpti_report(t->ctx, rc);
+    m.num_correct = stats.num_correct;
+    m.num_correct_top5 = stats.num_correct_top5;
+    m.loss = m.num_samples ? stats.loss / (double)m.num_samples : 0;
+    *out = m;
+    return MPT_OK;
+}
+
+MPT_API mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch, float *probabilities) {
+    mpt_softmax_stats ignored;
+    mpt_batch pictures;
+    int64_t capacity;
+    mpt_result rc;
+
+    if (!t || !batch || !probabilities) return MPT_ERR_INVALID_ARGUMENT;
+    memset(&ignored, 0, sizeof ignored);
+    pictures = *batch;
+    pictures.labels.data = NULL;
+    rc = mpti_trainer_check_batch(t, &pictures, &capacity);
+    if (rc == MPT_OK)
+        rc = mpti_trainer_infer(t, &pictures, 0, mpti_lane_valid(batch, 0, capacity),
+                                probabilities, &ignored);
+    return mpti_report(t->ctx, rc);
 }
 
 /* ---- the autopsy of a skipped step --------------------------------------------------------------
@@ -15383,7 +15186,238 @@ MPT_API mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch, m
     return mpti_report(t->ctx, rc);
 }
 
-/* ---- evaluation ----------------------------------------------------------------------------- */
+/* =================================================================================================
+ * >>device   12.3 A trainer on a device: its memory, staging, recordings, reports
+ * =================================================================================================
+ *
+ * Problem: a host that waits to learn whether a step's gradients were finite leaves the device
+ *          idle, once in every step.
+ * Idea:    what decides a step lies on the device (mpt_step_state); the host begins steps and reads
+ *          the report of the one before. What is learned has a mirror on the host, filled when
+ *          somebody asks and uploaded when it was set. The launches of a pass are recorded once.
+ * Shapes:  host    | begin 1 | begin 2, read report 1 | begin 3, read report 2 | ...
+ *          device            | step 1          | step 2          | step 3
+ *          staged microbatch: pictures | labels (n) I32 | sample ids (n) U64
+ * Tested:  tests/cuda/test_cuda_training.c
+ * Next:    >>safetensors, in which what was learned is kept.
+ */
+
+/* ---- memory ---------------------------------------------------------------------------------- */
+/* Those of a device, which together with four staged microbatches (two slots, there and on the
+   host) are the plan's staging. */
+static void mpti_device_plan(const mpt_trainer *t, int64_t num_chunks,
+                             size_t bytes[MPTI_NUM_ARENAS]) {
+    const mpt_model *m = t->model;
+    size_t params = mpti_align((size_t)m->num_params * sizeof(float));
+    size_t stats = mpti_align((size_t)m->num_stats * sizeof(float));
+    size_t segments = (size_t)t->num_parameters, records = (size_t)t->net.capacity;
+    size_t classes = (size_t)m->nodes[m->logits].c;
+
+    if (!mpti_on_device(t)) return;
+    bytes[MPTI_DECISIONS] =
+        mpti_align(sizeof(mpt_step_state)) + mpti_align(sizeof(mpt_softmax_stats)) +
+        mpti_align(records * classes * sizeof(float)) + mpti_align(records * sizeof(int32_t)) +
+        stats + mpti_align(segments * sizeof(float)) +
+        mpti_align((size_t)num_chunks * 2 * sizeof(double)) +
+        mpti_align((size_t)num_chunks * sizeof(mpt_update_chunk)) +
+        mpti_align(segments * sizeof(mpt_update_segment));
+    bytes[MPTI_MIRROR] =
+        params * (1 + (size_t)mpti_optimizer_state_count(t->desc.optimizer.kind)) + stats;
+}
+
+/* Pictures of four bytes a number are the largest, then labels and ids. */
+static size_t mpti_device_slot_bytes(const mpt_trainer *t) {
+    size_t records = (size_t)t->net.capacity;
+    size_t picture = (size_t)mpti_node_elements(&t->model->nodes[MPT_INPUT]) * sizeof(float);
+
+    if (!mpti_on_device(t)) return 0;
+    return mpti_align(records * picture) + mpti_align(records * sizeof(int32_t)) +
+           mpti_align(records * sizeof(uint64_t));
+}
+
+static void *mpti_device_take(mpt_trainer *t, size_t bytes) {
+    return mpti_arena_take(t->arenas[MPTI_DECISIONS], bytes);
+}
+
+/* Hands out both arenas, exactly as mpti_device_plan counted. */
+static void mpti_device_place(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    mpti_device *d = &t->device;
+    size_t records = (size_t)t->net.capacity, segments = (size_t)t->num_parameters;
+    size_t chunks = (size_t)t->optimizer.num_chunks;
+    int64_t params = m->num_params;
+
+    d->state = (mpt_step_state *)mpti_device_take(t, sizeof *d->state);
+    d->evaluation = (mpt_softmax_stats *)mpti_device_take(t, sizeof *d->evaluation);
+    d->probabilities = (float *)mpti_device_take(
+        t, records * (size_t)m->nodes[m->logits].c * sizeof(float));
+    d->labels = (int32_t *)mpti_device_take(t, records * sizeof(int32_t));
+    d->momentum = (float *)mpti_device_take(t, (size_t)m->num_stats * sizeof(float));
+    d->ratios = (float *)mpti_device_take(t, segments * sizeof(float));
+    d->sums = (double *)mpti_device_take(t, chunks * 2 * sizeof(double));
+    d->chunks = (mpt_update_chunk *)mpti_device_take(t, chunks * sizeof *d->chunks);
+    d->segments = (mpt_update_segment *)mpti_device_take(t, segments * sizeof *d->segments);
+    t->host.masters = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    if (t->first) t->host.first = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    if (t->second) t->host.second = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    t->host.running = mpti_trainer_floats(t, MPTI_MIRROR, m->num_stats);
+}
+
+/* The lists of the update, in one piece of host memory each before they go there. */
+static mpt_result mpti_device_put_chunks(mpt_trainer *t) {
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    const mpti_optimizer *o = &t->optimizer;
+    size_t bytes = sizeof(mpt_update_chunk) * (size_t)o->num_chunks;
+    mpt_update_chunk *list = (mpt_update_chunk *)mpti_calloc(a, 1, bytes);
+    mpt_result rc;
+    int64_t i;
+
+    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
+    for (i = 0; i < o->num_chunks; i++) {
+        list[i].offset = (int64_t)o->chunks[i].offset;
+        list[i].count = (int)o->chunks[i].count;
+        list[i].segment = (int)o->chunks[i].segment;
+    }
+    rc = t->net.backend->upload(t->net.self, t->device.chunks, list, bytes);
+    mpti_free(a, list, bytes);
+    return rc;
+}
+
+static mpt_result mpti_device_put_segments(mpt_trainer *t) {
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    size_t bytes = sizeof(mpt_update_segment) * (size_t)t->num_parameters;
+    mpt_update_segment *list = (mpt_update_segment *)mpti_calloc(a, 1, bytes);
+    int64_t i, chunk = 0;
+    mpt_result rc;
+
+    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
+    for (i = 0; i < t->num_parameters; i++) {
+        list[i].first_chunk = chunk;
+        list[i].num_chunks = mpti_parameter_chunks(t->parameters[i].count);
+        list[i].decays = t->parameters[i].decays;
+        list[i].adapts = t->parameters[i].adapts;
+        chunk += list[i].num_chunks;
+    }
+    rc = t->net.backend->upload(t->net.self, t->device.segments, list, bytes);
+    mpti_free(a, list, bytes);
+    return rc;
+}
+
+static mpt_result mpti_device_put_momentum(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    mpt_result rc = MPT_OK;
+    mpt_fill_args a;
+    int v;
+
+    a.dtype = MPT_F32;
+    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
+        if (m->nodes[v].kind != MPTI_KIND_BATCHNORM) continue;
+        a.dst = t->device.momentum + m->nodes[v].stat_offset;
+        a.count = 2 * m->nodes[v].c;
+        a.value = m->nodes[v].momentum;
+        rc = t->net.backend->fill(t->net.self, &a);
+    }
+    return rc;
+}
+
+static mpt_result mpti_device_open(mpt_trainer *t) {
+    mpt_result rc = t->net.backend->stage_reserve(t->net.self, t->device.slot_bytes);
+
+    if (rc == MPT_OK) rc = mpti_device_put_chunks(t);
+    if (rc == MPT_OK) rc = mpti_device_put_segments(t);
+    return rc ? rc : mpti_device_put_momentum(t);
+}
+
+static void mpti_device_close(mpt_trainer *t) {
+    int i;
+
+    for (i = 0; i < MPTI_RECORDINGS; i++)
+        if (t->device.recordings[i])
+            t->net.backend->forget(t->net.self, t->device.recordings[i]);
+}
+
+/* ---- what is learned, there and here --------------------------------------------------------- */
+/* Each row of what is learned to its mirror, or back. */
+static mpt_result mpti_device_move(mpt_trainer *t, float *there, float *here, int64_t count,
+                                   bool fetch) {
+    size_t bytes = (size_t)count * sizeof(float);
+
+    if (!here || count == 0) return MPT_OK;
+    return fetch ? t->net.backend->download(t->net.self, here, there, bytes)
+                 : t->net.backend->upload(t->net.self, there, here, bytes);
+}
+
+static mpt_result mpti_device_move_learned(mpt_trainer *t, bool fetch) {
+    int64_t params = t->model->num_params;
+    mpt_result rc = mpti_device_move(t, t->masters, t->host.masters, params, fetch);
+
+    if (rc == MPT_OK) rc = mpti_device_move(t, t->first, t->host.first, params, fetch);
+    if (rc == MPT_OK) rc = mpti_device_move(t, t->second, t->host.second, params, fetch);
+    if (rc) return rc;
+    return mpti_device_move(t, t->running, t->host.running, t->model->num_stats, fetch);
+}
+
+/* Sets all that a step goes on from: t->host, the scaler, the optimizer's counters. */
+static mpt_result mpti_device_put(mpt_trainer *t) {
+    mpt_step_state s;
+    mpt_result rc = mpti_device_move_learned(t, false);
+
+    memset(&s, 0, sizeof s);
+    s.scaler = t->scaler;
+    s.applied_steps = t->optimizer.applied_steps;
+    s.beta1_power = t->optimizer.beta1_power;
+    s.beta2_power = t->optimizer.beta2_power;
+    s.first_nonfinite = -1;
+    return rc ? rc : t->net.backend->upload(t->net.self, t->device.state, &s, sizeof s);
+}
+
+/* ---- a pass ---------------------------------------------------------------------------------- */
+/* The records that the net was pointed at go there. Labels get a place that never changes, for
+   recorded operators. */
+static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images) {
+    const mpt_backend *b = t->net.backend;
+    size_t n = (size_t)t->net.num_valid, labels_at = mpti_align(n * picture);
+    size_t ids_at = labels_at + mpti_align(n * sizeof(int32_t));
+    size_t bytes = ids_at + n * sizeof(uint64_t);
+    mpt_copy_args copy;
+    void *host, *there;
+    mpt_result rc = b->stage_begin(t->net.self, &host);
+
+    if (rc) return rc;
+    memcpy(host, *images, n * picture);
+    if (t->net.labels)
+        memcpy((uint8_t *)host + labels_at, t->net.labels, n * sizeof(int32_t));
+    if (t->net.sample_ids)
+        memcpy((uint8_t *)host + ids_at, t->net.sample_ids, n * sizeof(uint64_t));
+    rc = b->stage_end(t->net.self, bytes, &there);
+    if (rc) return rc;
+    *images = there;
+    if (t->net.sample_ids) t->net.sample_ids = (const uint64_t *)((uint8_t *)there + ids_at);
+    if (!t->net.labels) return MPT_OK;
+    copy.src = (const uint8_t *)there + labels_at;
+    copy.dst = t->device.labels;
+    copy.bytes = n * sizeof(int32_t);
+    t->net.labels = t->device.labels;
+    return b->copy(t->net.self, &copy);
+}
+
+/* Forward and backward; full microbatches behind the first step are recorded once and replayed. */
+static mpt_result mpti_device_forward_backward(mpt_trainer *t) {
+    const mpt_backend *b = t->net.backend;
+    void **recording = &t->device.recordings[t->depth];
+    mpt_result rc, ended;
+
+    if (t->step == 0 || t->net.num_valid != t->net.capacity)
+        return mpti_trainer_forward_backward(t);
+    if (!*recording) {
+        rc = b->record_begin(t->net.self);
+        if (rc) return rc;
+        rc = mpti_trainer_forward_backward(t);
+        ended = b->record_end(t->net.self, recording);
+        if (rc || ended) return rc ? rc : ended;
+    }
+    return b->replay(t->net.self, *recording);
+}
 
 static mpt_result mpti_device_clear_evaluation(mpt_trainer *t) {
     mpt_softmax_stats zeros;
@@ -15404,86 +15438,97 @@ static mpt_result mpti_device_add_evaluation(mpt_trainer *t, mpt_softmax_stats *
     return MPT_OK;
 }
 
-/* Forward in inference mode over n records of one lane, piece by piece. */
-static mpt_result mpti_trainer_infer(mpt_trainer *t, const mpt_batch *b, int64_t first, int64_t n,
-                                     float *probabilities, mpt_softmax_stats *stats) {
-    int classes = t->model->nodes[t->model->logits].c;
-    bool on_device = mpti_on_device(t);
-    int64_t at, piece;
-    mpt_result rc = on_device ? mpti_device_clear_evaluation(t) : MPT_OK;
+/* ---- a step ---------------------------------------------------------------------------------- */
+/* Reads the report of one step, and what the host has to know of its outcome. */
+static mpt_result mpti_device_report(mpt_trainer *t, int64_t step) {
+    double now;
+    mpt_step_state s;
+    mpt_result rc = t->net.backend->update_wait(t->net.self, step, &s);
 
-    t->net.training = false;
-    t->net.stats = on_device ? t->device.evaluation : stats;
-    for (at = 0; at < n && rc == MPT_OK; at += piece) {
-        float *out = probabilities ? probabilities + at * classes : NULL;
-        const void *images;
-        piece = n - at < t->net.capacity ? n - at : t->net.capacity;
-        t->net.probabilities = out && on_device ? t->device.probabilities : out;
-        rc = mpti_trainer_point(t, b, first + at, piece, &images);
-        if (rc == MPT_OK) rc = mpti_net_input(&t->net, images, b->images.dtype);
-        if (rc == MPT_OK) rc = mpti_net_forward(&t->net);
-        if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
-        if (rc == MPT_OK && out && on_device)
-            rc = t->net.backend->download(t->net.self, out, t->device.probabilities,
-                                          sizeof *out * (size_t)(piece * classes));
-    }
-    if (rc == MPT_OK && on_device) rc = mpti_device_add_evaluation(t, stats);
-    t->net.probabilities = NULL;
-    return rc ? mpti_trainer_step_failed(t, rc) : MPT_OK;
+    if (rc) return rc;
+    now = mpti_seconds();
+    t->last = s.report;
+    t->last.seconds = now - t->seconds;
+    t->seconds = now;
+    t->scaler = s.scaler;
+    t->optimizer.applied_steps = s.applied_steps;
+    t->optimizer.beta1_power = s.beta1_power;
+    t->optimizer.beta2_power = s.beta2_power;
+    t->device.reported = step;
+    if (!mpt_loss_scaler_is_stuck(&t->scaler)) return MPT_OK;
+    return mpti_trainer_stuck(t, s.first_nonfinite);
 }
 
-static mpt_result mpti_trainer_evaluate_batch(mpt_trainer *t, const mpt_batch *b, mpt_metrics *m,
-                                              mpt_softmax_stats *stats) {
-    int64_t lane, capacity, valid;
-    mpt_result rc = mpti_trainer_check_batch(t, b, &capacity);
+static mpt_result mpti_device_sync(mpt_trainer *t) {
+    mpt_result rc = MPT_OK;
 
-    if (rc == MPT_OK) rc = mpti_trainer_check_labels(t, b, capacity);
-    for (lane = 0; lane < mpti_lane_count(b) && rc == MPT_OK; lane++) {
-        valid = mpti_lane_valid(b, lane, capacity);
-        rc = mpti_trainer_infer(t, b, lane * capacity, valid, NULL, stats);
-        m->num_samples += valid;
-    }
+    while (rc == MPT_OK && t->device.reported < t->step)
+        rc = mpti_device_report(t, t->device.reported + 1);
     return rc;
 }
 
-MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out) {
-    mpt_softmax_stats stats;
-    mpt_metrics m;
-    mpt_batch b;
-    mpt_result rc = MPT_OK;
-
-    if (!t || !data || !out) return MPT_ERR_INVALID_ARGUMENT;
-    memset(&stats, 0, sizeof stats);
-    memset(&m, 0, sizeof m);
-    while (rc == MPT_OK && (rc = mpt_loader_next(data, &b)) == MPT_OK)
-        rc = mpti_trainer_evaluate_batch(t, &b, &m, &stats);
-    if (rc != MPT_END) return mpti_report(t->ctx, rc);
-    m.num_correct = stats.num_correct;
-    m.num_correct_top5 = stats.num_correct_top5;
-    m.loss = m.num_samples ? stats.loss / (double)m.num_samples : 0;
-    *out = m;
-    return MPT_OK;
-}
-
-MPT_API mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch, float *probabilities) {
-    mpt_softmax_stats ignored;
-    mpt_batch pictures;
-    int64_t capacity;
+/* Makes t->host, the scaler and the counters what they are after the last step. */
+static mpt_result mpti_trainer_fetch(mpt_trainer *t) {
     mpt_result rc;
 
-    if (!t || !batch || !probabilities) return MPT_ERR_INVALID_ARGUMENT;
-    memset(&ignored, 0, sizeof ignored);
-    pictures = *batch;
-    pictures.labels.data = NULL;
-    rc = mpti_trainer_check_batch(t, &pictures, &capacity);
-    if (rc == MPT_OK)
-        rc = mpti_trainer_infer(t, &pictures, 0, mpti_lane_valid(batch, 0, capacity),
-                                probabilities, &ignored);
-    return mpti_report(t->ctx, rc);
+    if (!mpti_on_device(t)) return MPT_OK;
+    rc = mpti_device_sync(t);
+    if (rc == MPT_ERR_INVALID_STATE) rc = MPT_OK; /* stuck, but what was learned is there */
+    return rc ? rc : mpti_device_move_learned(t, true);
+}
+
+static void mpti_device_update_args(const mpt_trainer *t, mpt_update_args *a) {
+    const mpti_device *d = &t->device;
+    int i;
+
+    memset(a, 0, sizeof *a);
+    a->state = d->state;
+    a->weights = t->masters;
+    a->row = t->rows[0];
+    a->first = t->first;
+    a->second = t->second;
+    a->half = t->half;
+    a->half_dtype = t->net.operand;
+    a->running = t->running;
+    a->momentum = d->momentum;
+    a->chunks = d->chunks;
+    a->segments = d->segments;
+    a->sums = d->sums;
+    a->ratios = d->ratios;
+    a->num_params = t->model->num_params;
+    a->num_stats = t->model->num_stats;
+    a->num_chunks = t->optimizer.num_chunks;
+    a->num_segments = t->num_parameters;
+    a->optimizer = t->desc.optimizer;
+    a->step = t->step;
+    a->num_samples = t->num_samples;
+    a->fitting = (double)t->batch_size * t->desc.accumulate_steps;
+    a->first_applied = t->optimizer.applied_steps;
+    for (i = 0; i < (int)(sizeof a->rates / sizeof a->rates[0]); i++)
+        a->rates[i] = mpt_schedule_rate(&t->desc.schedule, t->desc.optimizer.learning_rate,
+                                        a->first_applied + i, t->desc.total_steps);
+}
+
+/* The lines of mpt_trainer_apply, begun on the device. At most two steps are under way, so the
+   learning rate is one of the next two; the report is that of the step before. */
+static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out) {
+    mpt_update_args a;
+    mpt_result rc;
+
+    if (t->num_samples == 0) return mpti_trainer_no_record(t);
+    t->step++;
+    mpti_device_update_args(t, &a);
+    rc = t->net.backend->update(t->net.self, &a);
+    if (rc == MPT_OK) rc = mpti_trainer_widen(t);
+    mpti_trainer_begin_step(t);
+    while (rc == MPT_OK && t->device.reported < t->step - 1)
+        rc = mpti_device_report(t, t->device.reported + 1);
+    *out = t->last;
+    return rc;
 }
 
 /* =================================================================================================
- * >>safetensors   12.2 Files of tensors: SHA-256, JSON, safetensors
+ * >>safetensors   12.4 Files of tensors: SHA-256, JSON, safetensors
  * =================================================================================================
  * Problem: a run has to survive its process, weights have to be read by tools not written yet, and
  *          a file that comes from elsewhere may be anything.
@@ -16316,7 +16361,7 @@ MPT_API mpt_result mpt_safetensors_writer_finish(mpt_safetensors_writer *w) {
 }
 
 /* =================================================================================================
- * >>state   12.3 State: hash, export and import, checkpoints
+ * >>state   12.5 State: hash, export and import, checkpoints
  * =================================================================================================
  *
  * Problem: a run has to go on where it stopped, to the bit, and what it learned has to be readable
