@@ -348,6 +348,7 @@ typedef struct mpt_ctx_desc {
     int num_threads; /* for mpt_parallel_for, this one included; default: number of cores */
     mpt_allocator allocator;
     mpt_logger logger;
+    mpt_error *error; /* optional: filled where mpt_ctx_create fails and leaves no context to ask */
 } mpt_ctx_desc;
 
 /* desc NULL: all defaults. */
@@ -2754,16 +2755,19 @@ MPT_API mpt_result mpt_ctx_create(const mpt_ctx_desc *desc, mpt_ctx **out) {
     *out = NULL;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
-    if (d.num_threads < 0 || d.num_threads > 1024) return MPT_ERR_INVALID_ARGUMENT;
-    if (!d.allocator.alloc != !d.allocator.free) return MPT_ERR_INVALID_ARGUMENT;
+    if (d.num_threads < 0 || d.num_threads > 1024 || !d.allocator.alloc != !d.allocator.free)
+        return MPTI_FAIL(d.error, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_ctx_desc: num_threads must be in 0 .. 1024, and the allocator have "
+                         "both functions or neither");
     if (d.num_threads == 0) d.num_threads = mpti_num_cores();
     if (!MPTI_HAVE_THREADS) d.num_threads = 1;
     ctx = (mpt_ctx *)mpti_calloc(&d.allocator, 1, sizeof *ctx);
-    if (!ctx) return MPT_ERR_OUT_OF_MEMORY;
+    if (!ctx) return MPTI_NO_MEMORY(d.error, "no memory for a context");
     ctx->desc = d;
     ctx->backend = d.backend ? d.backend : mpt_backend_cpu();
     rc = ctx->backend->open(ctx, d.device, &ctx->backend_self);
     if (rc) {
+        if (d.error) *d.error = ctx->error;
         mpt_ctx_destroy(ctx);
         return rc;
     }
