@@ -11105,7 +11105,7 @@ typedef struct mpti_cuda_gemm {
     mpt_dtype dtype;
 } mpti_cuda_gemm;
 
-static cudaDataType_t mpti_cuda_type(mpt_dtype dtype) {
+static cudaDataType mpti_cuda_type(mpt_dtype dtype) {
     return dtype == MPT_F32 ? CUDA_R_32F : dtype == MPT_F16 ? CUDA_R_16F : CUDA_R_16BF;
 }
 
