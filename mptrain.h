@@ -250,9 +250,18 @@
 #ifndef MPTRAIN_H
 #define MPTRAIN_H
 
+#ifdef __CUDACC_RTC__ /* NVIDIA's run-time compiler, for kernels.cu: it has no headers, but size_t */
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#else
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -1454,6 +1463,8 @@ typedef struct mpt_step_state { /* lives where the backend computes, from step t
     mpt_step_report report;          /* of the last update; the host adds `seconds` */
     int64_t first_nonfinite;         /* index in its row; -1: none */
     float multiplier, rate;          /* unscale * clip, and the learning rate, of the last update */
+    float step_rate, keep, root;     /* what >>optim makes of the rate: Adam's r / (1 - beta1^t),
+                                        AdamW's 1 - r d, Adam's sqrt(1 - beta2^t) */
     int skip;                        /* 1: the last update changed nothing */
 } mpt_step_state;
 
