@@ -516,20 +516,20 @@ template <class T, int VEC>
 __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS)
     mptk_batchnorm_moments_kernel(mptk::batchnorm_args a) {
     const mptk::batchnorm_place place = mptk::batchnorm_place_of<VEC>(a, a.part_rows, a.valid_rows);
+    const int count = max((place.end - place.begin + place.step - 1) / place.step, 0);
     const T *x = static_cast<const T *>(a.x) + place.channel;
     mptk::batchnorm_moments<VEC> m;
     float pivot[VEC], sum[VEC], squares[VEC];
-    int count = 0;
 
     mptk::fill_vec<VEC>(pivot, 0.0f);
     mptk::fill_vec<VEC>(sum, 0.0f);
     mptk::fill_vec<VEC>(squares, 0.0f);
-    for (int row = place.begin; row < place.end; row += place.step, count++) {
+    if (count > 0) mptk::load_vec<VEC>(x + static_cast<size_t>(place.begin) * a.c, pivot);
+    for (int row = place.begin; row < place.end; row += place.step) {
         float value[VEC];
         mptk::load_vec<VEC>(x + static_cast<size_t>(row) * a.c, value);
 #pragma unroll
         for (int i = 0; i < VEC; i++) {
-            if (count == 0) pivot[i] = value[i];
             const float d = value[i] - pivot[i];
             sum[i] += d;
             squares[i] += d * d;
@@ -1186,7 +1186,7 @@ template __global__ void mptk_pointwise_dropout_kernel<__nv_bfloat16>(mptk::drop
 /* ---- pools --------------------------------------------------------------------------------------
    Forward a thread has VEC channels of an output and looks at its window; backward VEC channels of
    an input, and looks at the windows that held it: no two threads at one number. Sums run over rows,
-   then columns, as on the CPU: the same bits before rounding. */
+   then columns, as on the CPU. */
 namespace mptk {
 
 struct pool_args {
@@ -1197,6 +1197,7 @@ struct pool_args {
     int valid, items;         /* chunks of VEC channels to write: those that count, all */
     int h, wd, c, p, q;
     int kernel_h, kernel_w, stride, padding;
+    float share; /* of an average: 1 / (kernel_h * kernel_w) */
     fastdiv chunks, columns, rows; /* c / VEC, then width and height of what is written */
 };
 
@@ -1292,7 +1293,6 @@ template <class T, int VEC>
 __global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
     mptk_pointwise_avg_pool_kernel(mptk::pool_args a) {
     const int item = blockIdx.x * mptk::POINTWISE_THREADS + threadIdx.x;
-    const float area = static_cast<float>(a.kernel_h) * static_cast<float>(a.kernel_w);
     float sum[VEC];
 
     if (item >= a.items) return;
@@ -1314,7 +1314,7 @@ __global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
         }
     }
 #pragma unroll
-    for (int e = 0; e < VEC; e++) sum[e] /= area;
+    for (int e = 0; e < VEC; e++) sum[e] *= a.share;
     mptk::store_vec<VEC>(static_cast<T *>(a.y) + static_cast<size_t>(item) * VEC, sum);
 }
 
@@ -1323,7 +1323,6 @@ template <class T, int VEC, bool MAX>
 __global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
     mptk_pointwise_pool_backward_kernel(mptk::pool_args a) {
     const int item = blockIdx.x * mptk::POINTWISE_THREADS + threadIdx.x;
-    const float area = static_cast<float>(a.kernel_h) * static_cast<float>(a.kernel_w);
     float sum[VEC];
 
     if (item >= a.items) return;
@@ -1349,7 +1348,7 @@ __global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
         }
     }
 #pragma unroll
-    for (int e = 0; e < VEC && !MAX; e++) sum[e] /= area;
+    for (int e = 0; e < VEC && !MAX; e++) sum[e] *= a.share;
     mptk::store_vec<VEC>(static_cast<T *>(a.y) + static_cast<size_t>(item) * VEC, sum);
 }
 
@@ -2162,6 +2161,7 @@ static inline pool_args pool_plan(const mpt_pool2d_args *a, bool global, bool fo
     p.kernel_w = global ? a->wd : a->kernel;
     p.stride = global ? 1 : a->stride;
     p.padding = global ? 0 : a->padding;
+    p.share = 1.0f / (static_cast<float>(p.kernel_h) * static_cast<float>(p.kernel_w));
     p.chunks = fastdiv_make(chunks);
     p.columns = fastdiv_make(columns);
     p.rows = fastdiv_make(rows);
