@@ -1786,6 +1786,10 @@ MPTK_PLAIN_KERNELS(__nv_bfloat16)
  */
 namespace mptk {
 
+/* Blocks of 256 threads an SM that a streaming kernel asks for: 64 registers a thread, and the 1024
+   threads that every architecture has room for. Without it ptxas aims at more, and spills. */
+constexpr int STREAM_BLOCKS = 4;
+
 constexpr int BATCHNORM_THREADS = 256;
 constexpr int BATCHNORM_WARPS = BATCHNORM_THREADS / WARP;
 constexpr int BATCHNORM_MAX_LANES = 32;
@@ -1924,7 +1928,7 @@ MPTK_FN batchnorm_moments<1> block_merge_moments(int lanes, batchnorm_moments<VE
 
 /* Pass 1 of training: parts[part] = mean and m2 of its rows. */
 template <class T, int VEC>
-__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS)
+__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
     mptk_batchnorm_moments_kernel(mptk::batchnorm_args a) {
     const mptk::batchnorm_place place = mptk::batchnorm_place_of<VEC>(a, a.part_rows, a.valid_rows);
     const int count = max((place.end - place.begin + place.step - 1) / place.step, 0);
@@ -1964,7 +1968,7 @@ __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS)
 
 /* Between the passes: parts -> batch_mean, batch_var, batch_inv_std. A block has 8 channels, and 32
    threads for each, which take every 32nd part. */
-__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS)
+__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
     mptk_batchnorm_finish_kernel(mptk::batchnorm_args a) {
     const int lanes = mptk::BATCHNORM_FINISH_LANES;
     const int thread = threadIdx.x, block = blockIdx.x;
@@ -1992,7 +1996,7 @@ __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS)
 
 /* Pass 2, or the only one in inference. Rows that don't count become zeros. */
 template <class T, int VEC>
-__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS)
+__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
     mptk_batchnorm_apply_kernel(mptk::batchnorm_args a) {
     const mptk::batchnorm_place place = mptk::batchnorm_place_of<VEC>(a, a.apply_rows, a.rows);
     float mean[VEC], scale[VEC], offset[VEC];
@@ -2076,7 +2080,7 @@ MPTK_FN two_sums block_two_sums(int lanes, float sum[VEC], float product[VEC]) {
 
 /* Pass 1: parts[part] = sums of g and of g (x - mean). */
 template <class T, int VEC>
-__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS)
+__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
     mptk_batchnorm_backward_sums_kernel(mptk::batchnorm_args a) {
     const mptk::batchnorm_place place = mptk::batchnorm_place_of<VEC>(a, a.part_rows, a.valid_rows);
     float mean[VEC], sum[VEC], product[VEC];
@@ -2106,7 +2110,7 @@ __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS)
 }
 
 /* Between the passes: parts -> dbeta, dgamma. */
-__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS)
+__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
     mptk_batchnorm_backward_finish_kernel(mptk::batchnorm_args a) {
     const int lanes = mptk::BATCHNORM_FINISH_LANES;
     const int thread = threadIdx.x, block = blockIdx.x;
@@ -2128,7 +2132,7 @@ __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS)
 
 /* Pass 2: dx, which may lie where dy does, and the residual's gradient, which is g. */
 template <class T, int VEC>
-__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS)
+__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
     mptk_batchnorm_backward_apply_kernel(mptk::batchnorm_args a) {
     const mptk::batchnorm_place place = mptk::batchnorm_place_of<VEC>(a, a.apply_rows, a.rows);
     const float count = static_cast<float>(max(a.valid_rows, 1));
@@ -2397,7 +2401,7 @@ MPTK_FN void softmax_row_run(const softmax_args &a, int row, T *dlogits, float *
 
 /* TEAM threads for a row. */
 template <class T, int VEC, int TEAM>
-__global__ void __launch_bounds__(mptk::SOFTMAX_THREADS)
+__global__ void __launch_bounds__(mptk::SOFTMAX_THREADS, mptk::STREAM_BLOCKS)
     mptk_softmax_xent_kernel(mptk::softmax_args a) {
     const int row = (blockIdx.x * mptk::SOFTMAX_THREADS + threadIdx.x) / TEAM;
     const int member = threadIdx.x % TEAM;
@@ -2509,7 +2513,7 @@ struct op_add {
 
 /* All three make zero of zeros, and so of what doesn't count. */
 template <class T, class OP>
-__global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
+__global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
     mptk_pointwise_kernel(mptk::pointwise_args p) {
     const unsigned at = mptk::pointwise_at();
     float a[8], b[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -2566,7 +2570,7 @@ MPTK_FN uint4 philox(uint4 c, unsigned long long seed) {
 } // namespace mptk
 
 template <class T>
-__global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
+__global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
     mptk_pointwise_dropout_kernel(mptk::dropout_args a) {
     const int item = blockIdx.x * mptk::POINTWISE_THREADS + threadIdx.x;
     int group;
@@ -2669,7 +2673,7 @@ MPTK_FN pool_windows pool_windows_of(int at, int kernel, int stride, int padding
 } // namespace mptk
 
 template <class T, int VEC>
-__global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
+__global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
     mptk_pointwise_max_pool_kernel(mptk::pool_args a) {
     const int item = blockIdx.x * mptk::POINTWISE_THREADS + threadIdx.x;
     mptk::pool_maxima<VEC> maxima;
@@ -2701,7 +2705,7 @@ __global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
 }
 
 template <class T, int VEC>
-__global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
+__global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
     mptk_pointwise_avg_pool_kernel(mptk::pool_args a) {
     const int item = blockIdx.x * mptk::POINTWISE_THREADS + threadIdx.x;
     float sum[VEC];
@@ -2731,7 +2735,7 @@ __global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
 
 /* MAX: what each window gives goes to its maximum alone; else all get the same share. */
 template <class T, int VEC, bool MAX>
-__global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
+__global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
     mptk_pointwise_pool_backward_kernel(mptk::pool_args a) {
     const int item = blockIdx.x * mptk::POINTWISE_THREADS + threadIdx.x;
     float sum[VEC];
@@ -2810,7 +2814,7 @@ struct scale_args {
 } // namespace mptk
 
 template <class S, class D>
-__global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
+__global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
     mptk_pointwise_cast_kernel(mptk::cast_args a) {
     const unsigned at = mptk::pointwise_at();
     const S *src = static_cast<const S *>(a.src);
@@ -2838,7 +2842,7 @@ MPTK_CAST_KERNELS(__nv_bfloat16)
 
 /* y = (x - mean) / std, bytes as x / 255: three roundings in FP32, where the CPU computes in FP64. */
 template <class S, class D>
-__global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
+__global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
     mptk_pointwise_normalize_kernel(mptk::normalize_args a) {
     const unsigned at = mptk::pointwise_at();
     const S *x = static_cast<const S *>(a.x);
@@ -2872,7 +2876,7 @@ MPTK_NORMALIZE_KERNELS(__nv_bfloat16)
 
 /* Eight elements a thread, POINTWISE_THREADS apart. */
 template <class T>
-__global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
+__global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
     mptk_pointwise_fill_kernel(mptk::fill_args a) {
     long long at = static_cast<long long>(blockIdx.x) * mptk::POINTWISE_BLOCK + threadIdx.x;
 
@@ -2885,7 +2889,7 @@ template __global__ void mptk_pointwise_fill_kernel<half>(mptk::fill_args a);
 template __global__ void mptk_pointwise_fill_kernel<__nv_bfloat16>(mptk::fill_args a);
 
 /* A factor of 0 makes zeros, of NaN too. */
-__global__ void __launch_bounds__(mptk::POINTWISE_THREADS)
+__global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
     mptk_pointwise_scale_kernel(mptk::scale_args a) {
     long long at = static_cast<long long>(blockIdx.x) * mptk::POINTWISE_BLOCK + threadIdx.x;
     const bool keeps = __float_as_uint(a.factor) != 0;
@@ -3020,7 +3024,7 @@ MPTK_FN update_squares update_squares_of(const float *x, const update_part &part
 
 } // namespace mptk
 
-__global__ void __launch_bounds__(mptk::UPDATE_THREADS)
+__global__ void __launch_bounds__(mptk::UPDATE_THREADS, mptk::STREAM_BLOCKS)
     mptk_update_check_kernel(mpt_update_args a) {
     __shared__ double shared_sums[mptk::UPDATE_THREADS / mptk::WARP];
     __shared__ int shared_bad[mptk::UPDATE_THREADS / mptk::WARP];
@@ -3166,7 +3170,7 @@ MPTK_FN float update_lars_ratio(const mpt_update_args &a, const mpt_update_segme
 } // namespace mptk
 
 /* One block. */
-__global__ void __launch_bounds__(mptk::UPDATE_THREADS)
+__global__ void __launch_bounds__(mptk::UPDATE_THREADS, mptk::STREAM_BLOCKS)
     mptk_update_decide_kernel(mpt_update_args a) {
     __shared__ double shared_sums[mptk::UPDATE_THREADS / mptk::WARP];
     __shared__ float shared_clip;
@@ -3277,7 +3281,7 @@ MPTK_FN void update_statistics(const mpt_update_args &a, const update_part &part
 } // namespace mptk
 
 template <class RULE>
-__global__ void __launch_bounds__(mptk::UPDATE_THREADS)
+__global__ void __launch_bounds__(mptk::UPDATE_THREADS, mptk::STREAM_BLOCKS)
     mptk_update_apply_kernel(mpt_update_args a) {
     const mptk::update_part part = mptk::update_part_of(a, blockIdx.x);
     const RULE rule(a);
