@@ -280,7 +280,7 @@ extern "C" {
 #define MPT_VERSION_MINOR 1
 #define MPT_VERSION_PATCH 0
 #define MPT_VERSION_STRING "0.1.0"
-#define MPT_ABI_VERSION 1 /* goes up when a public struct changes */
+#define MPT_ABI_VERSION 2 /* goes up when a public struct changes; kernels.cu must have the same */
 
 MPT_API const char *mpt_version(void);    /* "0.1.0" */
 MPT_API const char *mpt_build_info(void); /* version, ABI and the options that were compiled in */
@@ -334,7 +334,11 @@ typedef struct mpt_logger {
    Other threads create contexts of their own. */
 typedef struct mpt_ctx mpt_ctx;
 
+typedef struct mpt_backend mpt_backend; /* >>api-backend */
+
 typedef struct mpt_ctx_desc {
+    const mpt_backend *backend; /* where models are trained; default: mpt_backend_cpu() */
+    int device;                 /* which of its devices, counted from 0 */
     int num_threads; /* for mpt_parallel_for, this one included; default: number of cores */
     mpt_allocator allocator;
     mpt_logger logger;
@@ -810,7 +814,7 @@ typedef struct mpt_custom_args {
     mpt_tensor *din;        /* [num_in], F32: overwrite each */
     float *dparams;         /* (param_count): overwrite */
     void *workspace;        /* of the bytes asked for; forward's content doesn't live to backward */
-    void *stream;           /* of the device; NULL on the CPU */
+    void *stream; /* of the device; NULL on the CPU */
     const uint64_t *sample_ids; /* (n) keys for random numbers, or NULL */
     int training;               /* 0: evaluation */
 } mpt_custom_args;
@@ -829,6 +833,9 @@ typedef struct mpt_custom_desc {
     mpt_result (*forward)(const mpt_custom_args *a, void *user);
     mpt_result (*backward)(const mpt_custom_args *a, void *user);
     void *user; /* lives as long as the model */
+    /* 1: forward and backward take device pointers and work on args.stream. Only such layers can be
+       trained on a device, and only there. init works on host memory everywhere. */
+    int on_device;
 } mpt_custom_desc;
 MPT_API int mpt_custom(mpt_model *m, const int *inputs, int num_inputs,
                        const mpt_custom_desc *desc);
@@ -1143,6 +1150,8 @@ typedef struct mpt_memory_plan { /* bytes, known before anything is allocated */
     size_t activations;     /* outputs of layers, and gradients of these, which share places */
     size_t workspace;       /* scratch of the operators, and casts */
     size_t statistics;      /* FP32 running and batch statistics of batch norm */
+    size_t staging;         /* on a device: two slots for batches, there and on the host, and what
+                               decides a step */
     size_t bookkeeping;     /* lists and structs, always on the host */
     size_t total;           /* the sum: what mpt_trainer_create takes, to the byte */
 } mpt_memory_plan;
@@ -1176,7 +1185,9 @@ MPT_API MPT_CHECKED mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_de
    and biases of convolutions 0. The model must outlive the trainer. */
 MPT_API MPT_CHECKED mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc,
                                                   int batch_size, mpt_trainer **out);
-/* One optimizer step on all records of a batch: accumulate for each lane and slice, then apply. */
+/* One optimizer step on all records of a batch: accumulate for each lane and slice, then apply. On
+   a device the step is only begun: out is the report of the step before (out->step tells; 0: there
+   was none), and mpt_trainer_sync waits for the last one. */
 MPT_API MPT_CHECKED mpt_result mpt_trainer_step(mpt_trainer *t, const mpt_batch *batch,
                                                 mpt_step_report *out);
 /* Forward and backward on a batch of one or more lanes; accumulate_steps of them at most. */
@@ -1384,10 +1395,11 @@ typedef struct mpt_softmax_xent_args {
         *labels; /* (n), 0 .. classes-1; -1 or NULL: no label, so no loss, a gradient of zero */
     void *dlogits; /* (n,classes) = grad_scale * dloss/dlogits; NULL in evaluation; may be logits */
     float *probabilities;     /* (n,classes) or NULL */
-    mpt_softmax_stats *stats; /* out */
+    mpt_softmax_stats *stats; /* added to */
     int n, num_valid, classes;
-    float label_smoothing; /* 0 .. 1 */
-    float grad_scale;      /* loss scale / number of records in the step */
+    float label_smoothing;   /* 0 .. 1 */
+    float grad_scale;        /* 1 / number of records in the step, or any other factor */
+    const float *loss_scale; /* one more factor, read when the operator runs; NULL: 1 */
     mpt_dtype dtype;
     void *workspace;
     size_t workspace_bytes;
@@ -1424,7 +1436,63 @@ typedef struct mpt_copy_args {
     size_t bytes;
 } mpt_copy_args;
 
-typedef struct mpt_backend {
+typedef struct mpt_scale_args {
+    float *x; /* (count), overwritten with factor * x; with zeros, whatever x was, if factor is 0 */
+    int64_t count;
+    float factor;
+} mpt_scale_args;
+
+/* ---- the end of a step on a device --------------------------------------------------------------
+   There the host doesn't wait to learn whether gradients are finite: what decides lies beside them.
+   The update looks at the summed row, lets the scaler decide, and unless the step is skipped
+   unscales, clips, decays and updates, all as >>optim and >>scaler do it on the CPU. */
+typedef struct mpt_step_state { /* lives where the backend computes, from step to step */
+    mpt_loss_scaler scaler;     /* its scale is what softmax_xent's loss_scale points to */
+    int64_t applied_steps;
+    double beta1_power, beta2_power; /* beta^applied_steps, by as many multiplications */
+    mpt_softmax_stats stats;         /* of the step under way; the update sets it to zeros */
+    mpt_step_report report;          /* of the last update; the host adds `seconds` */
+    int64_t first_nonfinite;         /* index in its row; -1: none */
+    float multiplier, rate;          /* unscale * clip, and the learning rate, of the last update */
+    int skip;                        /* 1: the last update changed nothing */
+} mpt_step_state;
+
+enum { MPT_UPDATE_CHUNK = 16384 }; /* weights */
+typedef struct mpt_update_segment { /* a parameter tensor */
+    int64_t first_chunk, num_chunks;
+    int decays; /* weight decay applies */
+    int adapts; /* LARS's ratio applies */
+} mpt_update_segment;
+
+typedef struct mpt_update_chunk { /* at most MPT_UPDATE_CHUNK weights of one segment */
+    int64_t offset;
+    int count, segment;
+} mpt_update_chunk;
+
+typedef struct mpt_update_args {
+    mpt_step_state *state;
+    float *weights;        /* (num_params) FP32 masters */
+    const float *row;      /* (num_params) scaled gradients, then (num_stats) of batch norms: for
+                              each c sums of n * mean, then c of n * variance */
+    float *first, *second; /* (num_params) moments, or NULL where the optimizer has none */
+    void *half;            /* (num_params) 16-bit copy of the weights, or NULL */
+    float *running;        /* (num_stats) */
+    const float *momentum; /* (num_stats) of the batch norm that each belongs to */
+    const mpt_update_chunk *chunks;     /* [num_chunks], by offset */
+    const mpt_update_segment *segments; /* [num_segments] */
+    double *sums;  /* (num_chunks, 2) scratch: sums of squares of gradients, and of weights */
+    float *ratios; /* (num_segments) scratch: LARS's trust ratios */
+    int64_t num_params, num_stats, num_chunks, num_segments;
+    mpt_dtype half_dtype;
+    mpt_optimizer_desc optimizer; /* with defaults */
+    /* of this step */
+    int64_t step, num_samples; /* attempted, this one included; records */
+    double fitting;            /* what losses were divided by: records that would have fitted */
+    int64_t first_applied;     /* rates[i] is the rate for applied_steps = first_applied + i: the */
+    float rates[4];            /* host may not know yet whether the steps before were skipped */
+} mpt_update_args;
+
+struct mpt_backend {
     const char *name;
     mpt_result (*open)(mpt_ctx *ctx, int device, void **self);
     void (*close)(void *self);
@@ -1472,9 +1540,77 @@ typedef struct mpt_backend {
     mpt_result (*input_normalize)(void *self, const mpt_normalize_args *a);
     mpt_result (*fill)(void *self, const mpt_fill_args *a);
     mpt_result (*copy)(void *self, const mpt_copy_args *a);
-} mpt_backend;
+    mpt_result (*scale)(void *self, const mpt_scale_args *a);
+
+    /* The rest is for backends whose memory is not the host's, and NULL elsewhere. Pointers in the
+       arguments of operators are to such memory; an operator has only begun when its entry
+       returns, and they run in the order in which they were begun. */
+    mpt_result (*alloc)(void *self, size_t bytes, void **out); /* aligned to 256 bytes */
+    void (*free)(void *self, void *p);
+    /* src may be used again at once */
+    mpt_result (*upload)(void *self, void *dst, const void *src, size_t bytes);
+    /* waits for all that was begun before */
+    mpt_result (*download)(void *self, void *dst, const void *src, size_t bytes);
+    /* Two slots in turn, so that a batch travels while the one before is worked on. begin: host
+       memory to fill, `bytes` at most as reserved; end: where the same bytes can be read by
+       operators that are begun from now on, until the second begin after this one. */
+    mpt_result (*stage_reserve)(void *self, size_t bytes);
+    mpt_result (*stage_begin)(void *self, void **host);
+    mpt_result (*stage_end)(void *self, size_t bytes, void **data);
+    /* Between begin and end operators are recorded, not run; `which` is 0 .. 3. replay runs what
+       was recorded; MPT_END: nothing was. */
+    mpt_result (*record_begin)(void *self);
+    mpt_result (*record_end)(void *self, int which);
+    mpt_result (*replay)(void *self, int which);
+    void (*record_forget)(void *self); /* all of them */
+    mpt_result (*update)(void *self, const mpt_update_args *a);
+    /* Waits for the update of that step, one of the last two; out: the state it left. */
+    mpt_result (*update_wait)(void *self, int64_t step, mpt_step_state *out);
+};
 
 MPT_API const mpt_backend *mpt_backend_cpu(void);
+MPT_API const mpt_backend *mpt_backend_cuda(void); /* NULL: built without MPTRAIN_CUDA */
+
+/* ---- what kernels.cu exports --------------------------------------------------------------------
+   Each begins an operator on a CUDA stream and returns a cudaError_t. Shapes and pointers must have
+   been checked: the CUDA backend does that. Pointers are to device memory, aligned to 16 bytes,
+   tensors have less than 2^31 elements. */
+int mptk_abi_version(void);        /* MPT_ABI_VERSION that it was compiled with */
+const char *mptk_arch_list(void);  /* "70 75 80": what it was compiled for */
+/* Which kernel a shape gets, static text: "tensor cores, 128x128 tile", "simt". */
+const char *mptk_conv2d_fprop_kernel(const mpt_conv2d_args *a);
+size_t mptk_conv2d_fprop_workspace_bytes(const mpt_conv2d_args *a);
+size_t mptk_conv2d_dgrad_workspace_bytes(const mpt_conv2d_args *a);
+size_t mptk_conv2d_wgrad_workspace_bytes(const mpt_conv2d_args *a);
+int mptk_conv2d_fprop(const mpt_conv2d_args *a, void *stream);
+int mptk_conv2d_dgrad(const mpt_conv2d_args *a, void *stream);
+int mptk_conv2d_wgrad(const mpt_conv2d_args *a, void *stream);
+/* y (rows,columns) += bias; sums[column] = sum over rows of x, whose workspace is FP32. */
+int mptk_add_bias(void *y, const float *bias, int64_t rows, int columns, mpt_dtype dtype,
+                  void *stream);
+size_t mptk_sum_columns_workspace_bytes(int64_t rows, int columns);
+int mptk_sum_columns(const void *x, float *sums, int64_t rows, int columns, mpt_dtype dtype,
+                     void *workspace, void *stream);
+size_t mptk_batchnorm_workspace_bytes(const mpt_batchnorm_args *a);
+int mptk_batchnorm_forward(const mpt_batchnorm_args *a, void *stream);
+int mptk_batchnorm_backward(const mpt_batchnorm_args *a, void *stream);
+size_t mptk_softmax_xent_workspace_bytes(const mpt_softmax_xent_args *a);
+int mptk_softmax_xent(const mpt_softmax_xent_args *a, void *stream);
+int mptk_relu_forward(const mpt_pointwise_args *a, void *stream);
+int mptk_relu_backward(const mpt_pointwise_args *a, void *stream);
+int mptk_add(const mpt_pointwise_args *a, void *stream);
+int mptk_max_pool_forward(const mpt_pool2d_args *a, void *stream);
+int mptk_max_pool_backward(const mpt_pool2d_args *a, void *stream);
+int mptk_avg_pool_forward(const mpt_pool2d_args *a, void *stream);
+int mptk_avg_pool_backward(const mpt_pool2d_args *a, void *stream);
+int mptk_global_avg_pool_forward(const mpt_pool2d_args *a, void *stream);
+int mptk_global_avg_pool_backward(const mpt_pool2d_args *a, void *stream);
+int mptk_dropout(const mpt_dropout_args *a, void *stream); /* either direction */
+int mptk_cast(const mpt_cast_args *a, void *stream);
+int mptk_input_normalize(const mpt_normalize_args *a, void *stream);
+int mptk_fill(const mpt_fill_args *a, void *stream);
+int mptk_scale(const mpt_scale_args *a, void *stream);
+int mptk_update(const mpt_update_args *a, void *stream);
 
 #ifdef __cplusplus
 }
@@ -1547,7 +1683,7 @@ MPT_API const char *mpt_version(void) {
 }
 
 MPT_API const char *mpt_build_info(void) {
-    return "mptrain " MPT_VERSION_STRING ", abi 1, options:"
+    return "mptrain " MPT_VERSION_STRING ", abi 2, options:"
 #ifdef MPTRAIN_ZLIB
            " zlib"
 #endif
@@ -2611,8 +2747,8 @@ MPT_API mpt_result mpt_ctx_create(const mpt_ctx_desc *desc, mpt_ctx **out) {
     ctx = (mpt_ctx *)mpti_calloc(&d.allocator, 1, sizeof *ctx);
     if (!ctx) return MPT_ERR_OUT_OF_MEMORY;
     ctx->desc = d;
-    ctx->backend = mpt_backend_cpu();
-    rc = ctx->backend->open(ctx, 0, &ctx->backend_self);
+    ctx->backend = d.backend ? d.backend : mpt_backend_cpu();
+    rc = ctx->backend->open(ctx, d.device, &ctx->backend_self);
     if (rc) {
         mpt_ctx_destroy(ctx);
         return rc;
@@ -8986,36 +9122,36 @@ static bool mpti_is_storage(mpt_dtype dtype) {
     return dtype == MPT_F32 || dtype == MPT_F16 || dtype == MPT_BF16;
 }
 
-static mpt_result mpti_op_error(const mpti_cpu *cpu, const char *op, const char *what) {
-    return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT, "%s: %s", op, what);
+static mpt_result mpti_op_error(mpt_ctx *ctx, const char *op, const char *what) {
+    return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT, "%s: %s", op, what);
 }
 
-static mpt_result mpti_check_slice(const mpti_cpu *cpu, const char *op, int n, int num_valid,
+static mpt_result mpti_check_slice(mpt_ctx *ctx, const char *op, int n, int num_valid,
                                    mpt_dtype dtype, double per_sample) {
     if (n < 1 || num_valid < 0 || num_valid > n)
-        return mpti_op_error(cpu, op, "n must be at least 1 and num_valid 0 .. n");
+        return mpti_op_error(ctx, op, "n must be at least 1 and num_valid 0 .. n");
     if (!mpti_is_storage(dtype))
-        return mpti_op_error(cpu, op, "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
+        return mpti_op_error(ctx, op, "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
     /* 2^50 elements: no product of sizes overflows 64 bits (a double is exact enough to tell) */
     if (per_sample < 1 || per_sample * n > 1125899906842624.0)
-        return mpti_op_error(cpu, op, "a dimension is less than 1, or all together are too large");
+        return mpti_op_error(ctx, op, "a dimension is less than 1, or all together are too large");
     return MPT_OK;
 }
 
 /* Sizes up to 2^30: then positions with padding, and steps beyond the end, are ints too. */
 static bool mpti_is_size(int size) { return size >= 1 && size <= 1 << 30; }
 
-static mpt_result mpti_check_images(const mpti_cpu *cpu, const char *op, int n, int num_valid,
+static mpt_result mpti_check_images(mpt_ctx *ctx, const char *op, int n, int num_valid,
                                     int h, int wd, int c, mpt_dtype dtype) {
     if (!mpti_is_size(h) || !mpti_is_size(wd) || !mpti_is_size(c))
-        return mpti_op_error(cpu, op, "h, wd and c must be at least 1 and at most 2^30");
-    return mpti_check_slice(cpu, op, n, num_valid, dtype, (double)h * wd * c);
+        return mpti_op_error(ctx, op, "h, wd and c must be at least 1 and at most 2^30");
+    return mpti_check_slice(ctx, op, n, num_valid, dtype, (double)h * wd * c);
 }
 
-static mpt_result mpti_check_workspace(const mpti_cpu *cpu, const char *op, const void *workspace,
+static mpt_result mpti_check_workspace(mpt_ctx *ctx, const char *op, const void *workspace,
                                        size_t have, size_t need) {
     if (need == 0 || (workspace && have >= need)) return MPT_OK;
-    return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT,
+    return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT,
                        "%s: the workspace has %zu bytes and needs %zu (see %s_workspace_bytes)", op,
                        workspace ? have : (size_t)0, need, op);
 }
@@ -9690,36 +9826,36 @@ static const mpti_cpu_family mpti_cpu_families[] = {
      mpti_conv2d_define_bytes, mpti_conv2d_define},
 };
 
-static mpt_result mpti_check_conv2d(const mpti_cpu *cpu, const char *op, const mpt_conv2d_args *a) {
+static mpt_result mpti_check_conv2d(mpt_ctx *ctx, const char *op, const mpt_conv2d_args *a) {
     const int64_t h = a->h + 2 * (int64_t)a->padding, wd = a->wd + 2 * (int64_t)a->padding;
     const double input = (double)h * (double)wd * a->c, output = (double)a->p * a->q * a->k;
     mpt_result rc;
 
     if (!mpti_is_size(a->h) || !mpti_is_size(a->wd) || a->c < 1 || a->k < 1 || a->r < 1 || a->s < 1)
         return mpti_op_error(
-            cpu, op, "h, wd, c, k, r and s must be at least 1, h and wd at most 2^30");
+            ctx, op, "h, wd, c, k, r and s must be at least 1, h and wd at most 2^30");
     if (a->stride < 1 || a->stride > 64 || a->padding < 0 || a->padding > 32767 || a->r > 32767 ||
         a->s > 32767)
         return mpti_op_error(
-            cpu, op, "stride must be 1 .. 64, padding 0 .. 32767, r and s at most 32767");
+            ctx, op, "stride must be 1 .. 64, padding 0 .. 32767, r and s at most 32767");
     if ((double)a->s * a->c > 1073741824.0 || (double)a->s * a->k > 1073741824.0)
-        return mpti_op_error(cpu, op, "s * c and s * k must be at most 2^30");
+        return mpti_op_error(ctx, op, "s * c and s * k must be at most 2^30");
     if (h < a->r || wd < a->s)
-        return mpti_op_error(cpu, op, "the filter is larger than the padded input");
+        return mpti_op_error(ctx, op, "the filter is larger than the padded input");
     if (a->p != (h - a->r) / a->stride + 1 || a->q != (wd - a->s) / a->stride + 1)
-        return mpti_op_error(cpu, op, "p and q must be (size + 2 * padding - filter) / stride + 1");
-    rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, input > output ? input : output);
+        return mpti_op_error(ctx, op, "p and q must be (size + 2 * padding - filter) / stride + 1");
+    rc = mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, input > output ? input : output);
     if (rc) return rc;
-    return mpti_check_slice(cpu, op, a->k, 0, a->dtype, (double)a->r * a->s * (a->c + 16.0));
+    return mpti_check_slice(ctx, op, a->k, 0, a->dtype, (double)a->r * a->s * (a->c + 16.0));
 }
 
 static mpt_result mpti_conv2d(void *self, const mpt_conv2d_args *a, mpti_direction direction,
                               const char *op) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
-    mpt_result rc = mpti_check_conv2d(cpu, op, a);
+    mpt_result rc = mpti_check_conv2d(cpu->ctx, op, a);
 
     if (rc) return rc;
-    rc = mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
+    rc = mpti_check_workspace(cpu->ctx, op, a->workspace, a->workspace_bytes,
                               cpu->family->conv2d_bytes(a, direction));
     return rc ? rc : cpu->family->conv2d(cpu, a, direction);
 }
@@ -9728,7 +9864,7 @@ static mpt_result mpti_conv2d(void *self, const mpt_conv2d_args *a, mpti_directi
 static size_t mpti_conv2d_bytes(void *self, const mpt_conv2d_args *a, mpti_direction direction) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
 
-    if (mpti_check_conv2d(cpu, "workspace_bytes", a)) return 0;
+    if (mpti_check_conv2d(cpu->ctx, "workspace_bytes", a)) return 0;
     return cpu->family->conv2d_bytes(a, direction);
 }
 
@@ -9756,13 +9892,17 @@ static mpt_conv2d_args mpti_dense_as_conv2d(const mpt_dense_args *a) {
     return c;
 }
 
+static mpt_result mpti_check_dense(mpt_ctx *ctx, const char *op, const mpt_dense_args *a) {
+    if (a->in < 1 || a->out < 1) return mpti_op_error(ctx, op, "in and out must be at least 1");
+    return mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, (double)a->in + a->out);
+}
+
 static mpt_result mpti_dense(void *self, const mpt_dense_args *a, mpti_direction direction,
                              const char *op) {
     mpt_conv2d_args c = mpti_dense_as_conv2d(a);
+    mpt_result rc = mpti_check_dense(((const mpti_cpu *)self)->ctx, op, a);
 
-    if (a->in < 1 || a->out < 1)
-        return mpti_op_error((const mpti_cpu *)self, op, "in and out must be at least 1");
-    return mpti_conv2d(self, &c, direction, op);
+    return rc ? rc : mpti_conv2d(self, &c, direction, op);
 }
 
 /* Four entries of the table: mpti_conv2d_fprop, _conv2d_fprop_bytes, _dense_fprop, ... */
@@ -9819,14 +9959,14 @@ static int64_t mpti_batchnorm_chunks(const mpt_batchnorm_args *a) {
     return mpti_min64(((int64_t)a->n * a->h * a->wd + 63) / 64, MPTI_BATCHNORM_CHUNKS);
 }
 
-static mpt_result mpti_batchnorm_check(const mpti_cpu *cpu, const char *op,
+static mpt_result mpti_check_batchnorm(mpt_ctx *ctx, const char *op,
                                        const mpt_batchnorm_args *a) {
-    if (!(a->epsilon >= 0)) return mpti_op_error(cpu, op, "epsilon must not be negative");
-    return mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+    if (!(a->epsilon >= 0)) return mpti_op_error(ctx, op, "epsilon must not be negative");
+    return mpti_check_images(ctx, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
 }
 
 static size_t mpti_batchnorm_bytes(void *self, const mpt_batchnorm_args *a) {
-    if (mpti_batchnorm_check((const mpti_cpu *)self, "workspace_bytes", a)) return 0;
+    if (mpti_check_batchnorm(((const mpti_cpu *)self)->ctx, "workspace_bytes", a)) return 0;
     return ((size_t)mpti_batchnorm_chunks(a) * 2 * sizeof(double) + 4 * sizeof(float)) *
            (size_t)a->c;
 }
@@ -9834,11 +9974,11 @@ static size_t mpti_batchnorm_bytes(void *self, const mpt_batchnorm_args *a) {
 static mpt_result mpti_batchnorm_begin(void *self, const char *op, const mpt_batchnorm_args *a,
                                        bool forward, mpti_batchnorm_job *job) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
-    mpt_result rc = mpti_batchnorm_check(cpu, op, a);
+    mpt_result rc = mpti_check_batchnorm(cpu->ctx, op, a);
     int c;
 
     if (rc == MPT_OK)
-        rc = mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
+        rc = mpti_check_workspace(cpu->ctx, op, a->workspace, a->workspace_bytes,
                                   mpti_batchnorm_bytes(self, a));
     if (rc) return rc;
     job->forward = forward;
@@ -10173,25 +10313,40 @@ static void mpti_pool_range(const mpti_cpu *cpu, const void *user, mpti_range r)
 enum { MPTI_ROW_CHUNKS = 64, MPTI_SOFTMAX_CHUNKS = 32 };
 typedef enum { MPTI_POOL_MAX, MPTI_POOL_AVG, MPTI_POOL_GLOBAL } mpti_pool_kind;
 
-static mpt_result mpti_pool_run(void *self, const mpt_pool2d_args *a, const char *op,
-                                mpti_pool_kind kind, bool forward) {
-    const mpti_cpu *cpu = (const mpti_cpu *)self;
+/* The window that a kind of pool really has: the whole image for a global one. */
+static mpti_pool_job mpti_pool_job_of(const mpt_pool2d_args *a, mpti_pool_kind kind, bool forward) {
     const bool global = kind == MPTI_POOL_GLOBAL;
     const mpti_pool_job job = {a, global ? a->h : a->kernel, global ? a->wd : a->kernel,
                                global ? 1 : a->stride, global ? 0 : a->padding,
                                kind == MPTI_POOL_MAX, forward};
-    mpt_result rc = mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+    return job;
+}
+
+static mpt_result mpti_check_pool2d(mpt_ctx *ctx, const char *op, const mpt_pool2d_args *a,
+                                    mpti_pool_kind kind) {
+    const mpti_pool_job job = mpti_pool_job_of(a, kind, true);
+    mpt_result rc = mpti_check_images(ctx, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
 
     if (rc) return rc;
-    if (!global && (a->kernel < 1 || a->kernel > 16))
-        return mpti_op_error(cpu, op, "kernel must be 1 .. 16");
+    if (kind != MPTI_POOL_GLOBAL && (a->kernel < 1 || a->kernel > 16))
+        return mpti_op_error(ctx, op, "kernel must be 1 .. 16");
     if (job.stride < 1 || job.padding < 0 || job.padding > job.kernel_h / 2)
-        return mpti_op_error(cpu, op, "stride must be at least 1 and padding 0 .. kernel / 2");
+        return mpti_op_error(ctx, op, "stride must be at least 1 and padding 0 .. kernel / 2");
     if (a->h + 2 * job.padding < job.kernel_h || a->wd + 2 * job.padding < job.kernel_w ||
         a->p != (a->h + 2 * job.padding - job.kernel_h) / job.stride + 1 ||
         a->q != (a->wd + 2 * job.padding - job.kernel_w) / job.stride + 1)
         return mpti_op_error(
-            cpu, op, "p and q must be (size + 2 * padding - kernel) / stride + 1, at least 1");
+            ctx, op, "p and q must be (size + 2 * padding - kernel) / stride + 1, at least 1");
+    return MPT_OK;
+}
+
+static mpt_result mpti_pool_run(void *self, const mpt_pool2d_args *a, const char *op,
+                                mpti_pool_kind kind, bool forward) {
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    const mpti_pool_job job = mpti_pool_job_of(a, kind, forward);
+    mpt_result rc = mpti_check_pool2d(cpu->ctx, op, a, kind);
+
+    if (rc) return rc;
     return mpti_for_ranges(cpu, (int64_t)a->n * (forward ? a->p : a->h), MPTI_ROW_CHUNKS,
                            mpti_pool_range, &job);
 }
@@ -10271,11 +10426,15 @@ static void mpti_pointwise_range(const mpti_cpu *cpu, const void *user, mpti_ran
     }
 }
 
+static mpt_result mpti_check_pointwise(mpt_ctx *ctx, const char *op, const mpt_pointwise_args *a) {
+    return mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, (double)a->per_sample);
+}
+
 static mpt_result mpti_pointwise(void *self, const mpt_pointwise_args *a, mpti_pointwise_kind kind,
                                  const mpt_dropout_args *dropout, const char *op) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
-    mpt_result rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, (double)a->per_sample);
     const mpti_pointwise_job job = {kind, a, dropout};
+    mpt_result rc = mpti_check_pointwise(cpu->ctx, op, a);
 
     if (rc) return rc;
     return mpti_for_ranges(cpu, a->n * ((a->per_sample + MPTI_SPAN - 1) / MPTI_SPAN),
@@ -10294,13 +10453,19 @@ static mpt_result mpti_add_op(void *self, const mpt_pointwise_args *a) {
     return mpti_pointwise(self, a, MPTI_ADD, NULL, "add");
 }
 
+static mpt_result mpti_check_dropout(mpt_ctx *ctx, const char *op, const mpt_dropout_args *d) {
+    if (!(d->probability >= 0 && d->probability <= 1))
+        return mpti_op_error(ctx, op, "probability must be 0 .. 1");
+    if (d->layer < 0 || d->layer >= MPTI_MAX_DROPOUT_LAYERS)
+        return mpti_op_error(ctx, op, "layer must be 0 .. 191");
+    return mpti_check_slice(ctx, op, d->n, d->num_valid, d->dtype, (double)d->per_sample);
+}
+
 static mpt_result mpti_dropout(void *self, const mpt_dropout_args *d, const char *op) {
     mpt_pointwise_args p;
+    mpt_result rc = mpti_check_dropout(((const mpti_cpu *)self)->ctx, op, d);
 
-    if (!(d->probability >= 0 && d->probability <= 1))
-        return mpti_op_error((const mpti_cpu *)self, op, "probability must be 0 .. 1");
-    if (d->layer < 0 || d->layer >= MPTI_MAX_DROPOUT_LAYERS)
-        return mpti_op_error((const mpti_cpu *)self, op, "layer must be 0 .. 191");
+    if (rc) return rc;
     memset(&p, 0, sizeof p);
     p.a = d->x;
     p.y = d->y;
@@ -10366,6 +10531,7 @@ static void mpti_softmax_outputs(const mpti_cpu *cpu, const mpt_softmax_xent_arg
                                  int label, const mpti_softmax_row *r) {
     const double even = (double)a->label_smoothing / a->classes;
     const double peak = 1.0 - (double)a->label_smoothing;
+    const double scale = (double)a->grad_scale * (a->loss_scale ? (double)*a->loss_scale : 1.0);
     float buffer[MPTI_SPAN], p[MPTI_SPAN], gradient[MPTI_SPAN];
     int c0, e;
 
@@ -10377,7 +10543,7 @@ static void mpti_softmax_outputs(const mpti_cpu *cpu, const mpt_softmax_xent_arg
             double probability = mpti_exp((double)z[e] - r->max) / r->sum;
             double target = even + (c0 + e == label ? peak : 0.0);
             p[e] = (float)probability;
-            gradient[e] = label < 0 ? 0.0f : (float)((probability - target) * a->grad_scale);
+            gradient[e] = label < 0 ? 0.0f : (float)((probability - target) * scale);
         }
         if (a->probabilities) mpti_row_store(cpu, MPT_F32, p, a->probabilities, at, width);
         if (a->dlogits) mpti_row_store(cpu, a->dtype, gradient, a->dlogits, at, width);
@@ -10414,38 +10580,45 @@ static size_t mpti_softmax_xent_bytes(void *self, const mpt_softmax_xent_args *a
     return a->n < 1 ? 0 : (size_t)mpti_min64(a->n, MPTI_SOFTMAX_CHUNKS) * 4 * sizeof(double);
 }
 
-static mpt_result mpti_softmax_check(const mpti_cpu *cpu, const char *op,
+static mpt_result mpti_check_softmax(mpt_ctx *ctx, const char *op,
                                      const mpt_softmax_xent_args *a) {
-    mpt_result rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, (double)a->classes);
+    if (!mpti_is_size(a->classes)) return mpti_op_error(ctx, op, "classes must be 1 .. 2^30");
+    if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
+        return mpti_op_error(ctx, op, "label_smoothing must be 0 .. 1");
+    return mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, (double)a->classes);
+}
+
+static mpt_result mpti_softmax_check_labels(mpt_ctx *ctx, const char *op,
+                                            const mpt_softmax_xent_args *a) {
     int i;
 
-    if (rc) return rc;
-    if (!mpti_is_size(a->classes)) return mpti_op_error(cpu, op, "classes must be 1 .. 2^30");
-    if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
-        return mpti_op_error(cpu, op, "label_smoothing must be 0 .. 1");
     for (i = 0; i < a->num_valid && a->labels; i++) {
         if (a->labels[i] >= -1 && a->labels[i] < a->classes) continue;
-        return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT,
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT,
                            "%s: the label of slot %d is %d; labels are 0 .. %d, or -1 for none", op,
                            i, (int)a->labels[i], a->classes - 1);
     }
-    return mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
-                                mpti_softmax_xent_bytes(NULL, a));
+    return MPT_OK;
 }
 
 static mpt_result mpti_softmax_xent(void *self, const mpt_softmax_xent_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
     double *sums = (double *)a->workspace;
-    mpt_result rc = mpti_softmax_check(cpu, "softmax_xent", a);
+    const char *op = "softmax_xent";
+    mpt_result rc = mpti_check_softmax(cpu->ctx, op, a);
 
+    if (rc == MPT_OK) rc = mpti_softmax_check_labels(cpu->ctx, op, a);
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(cpu->ctx, op, a->workspace, a->workspace_bytes,
+                                  mpti_softmax_xent_bytes(NULL, a));
     if (rc) return rc;
     rc = mpti_for_ranges(cpu, a->n, MPTI_SOFTMAX_CHUNKS, mpti_softmax_range, a);
     if (rc) return rc;
     mpti_tree_sum_f64(sums, 4, mpti_min64(a->n, MPTI_SOFTMAX_CHUNKS));
-    a->stats->loss = sums[0];
-    a->stats->num_labeled = (int64_t)sums[1]; /* exact: counts are below 2^53 */
-    a->stats->num_correct = (int64_t)sums[2];
-    a->stats->num_correct_top5 = (int64_t)sums[3];
+    a->stats->loss += sums[0];
+    a->stats->num_labeled += (int64_t)sums[1]; /* exact: counts are below 2^53 */
+    a->stats->num_correct += (int64_t)sums[2];
+    a->stats->num_correct_top5 += (int64_t)sums[3];
     return MPT_OK;
 }
 
@@ -10462,12 +10635,19 @@ static void mpti_cast_range(const mpti_cpu *cpu, const void *user, mpti_range r)
     }
 }
 
+/* Both types, or one given twice. */
+static mpt_result mpti_check_row(mpt_ctx *ctx, const char *op, int64_t count, mpt_dtype from,
+                                 mpt_dtype to) {
+    if (!mpti_is_storage(from) || !mpti_is_storage(to))
+        return mpti_op_error(ctx, op, "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
+    return count < 0 ? mpti_op_error(ctx, op, "count is negative") : MPT_OK;
+}
+
 static mpt_result mpti_cast(void *self, const mpt_cast_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_check_row(cpu->ctx, "cast", a->count, a->src_dtype, a->dst_dtype);
 
-    if (!mpti_is_storage(a->src_dtype) || !mpti_is_storage(a->dst_dtype))
-        return mpti_op_error(cpu, "cast", "both types must be MPT_F32, MPT_F16 or MPT_BF16");
-    if (a->count < 0) return mpti_op_error(cpu, "cast", "count is negative");
+    if (rc) return rc;
     return mpti_for_ranges(cpu, a->count, MPTI_ROW_CHUNKS, mpti_cast_range, a);
 }
 
@@ -10481,10 +10661,9 @@ static void mpti_fill_range(const mpti_cpu *cpu, const void *user, mpti_range r)
 
 static mpt_result mpti_fill(void *self, const mpt_fill_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_check_row(cpu->ctx, "fill", a->count, a->dtype, a->dtype);
 
-    if (!mpti_is_storage(a->dtype))
-        return mpti_op_error(cpu, "fill", "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
-    if (a->count < 0) return mpti_op_error(cpu, "fill", "count is negative");
+    if (rc) return rc;
     return mpti_for_ranges(cpu, a->count, MPTI_ROW_CHUNKS, mpti_fill_range, a);
 }
 
@@ -10492,6 +10671,23 @@ static mpt_result mpti_copy(void *self, const mpt_copy_args *a) {
     (void)self;
     if (a->bytes) memcpy(a->dst, a->src, a->bytes);
     return MPT_OK;
+}
+
+static void mpti_scale_range(const mpti_cpu *cpu, const void *user, mpti_range r) {
+    const mpt_scale_args *a = (const mpt_scale_args *)user;
+    bool keeps = mpti_f32_bits(a->factor) != 0;
+    int64_t i;
+
+    (void)cpu;
+    for (i = r.begin; i < r.end; i++) a->x[i] = keeps ? a->factor * a->x[i] : 0;
+}
+
+static mpt_result mpti_scale(void *self, const mpt_scale_args *a) {
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_check_row(cpu->ctx, "scale", a->count, MPT_F32, MPT_F32);
+
+    if (rc) return rc;
+    return mpti_for_ranges(cpu, a->count, MPTI_ROW_CHUNKS, mpti_scale_range, a);
 }
 
 /* In double, as the loader does it: the same numbers whether it or this entry normalises. */
@@ -10515,17 +10711,23 @@ static void mpti_normalize_range(const mpti_cpu *cpu, const void *user, mpti_ran
     mpti_zero(a->dtype, a->y, mpti_max64(r.begin, valid) * a->c, r.end * a->c);
 }
 
+static mpt_result mpti_check_normalize(mpt_ctx *ctx, const mpt_normalize_args *a) {
+    const char *op = "input_normalize";
+
+    if (a->src_dtype != MPT_U8 && !mpti_is_storage(a->src_dtype))
+        return mpti_op_error(ctx, op, "src_dtype must be MPT_U8, MPT_F32, MPT_F16 or MPT_BF16");
+    return mpti_check_images(ctx, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+}
+
 static mpt_result mpti_input_normalize(void *self, const mpt_normalize_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
     const char *op = "input_normalize";
-    mpt_result rc = mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+    mpt_result rc = mpti_check_normalize(cpu->ctx, a);
     int c;
 
     if (rc) return rc;
-    if (a->src_dtype != MPT_U8 && !mpti_is_storage(a->src_dtype))
-        return mpti_op_error(cpu, op, "src_dtype must be MPT_U8, MPT_F32, MPT_F16 or MPT_BF16");
     for (c = 0; a->std && c < a->c; c++)
-        if (!(a->std[c] > 0)) return mpti_op_error(cpu, op, "std must be greater than 0");
+        if (!(a->std[c] > 0)) return mpti_op_error(cpu->ctx, op, "std must be greater than 0");
     return mpti_for_ranges(cpu, (int64_t)a->n * a->h * a->wd, MPTI_ROW_CHUNKS, mpti_normalize_range,
                            a);
 }
@@ -10584,10 +10786,15 @@ MPT_API const mpt_backend *mpt_backend_cpu(void) {
         mpti_global_avg_pool_forward, mpti_global_avg_pool_backward,
         mpti_dropout_forward, mpti_dropout_backward,
         mpti_softmax_xent_bytes, mpti_softmax_xent,
-        mpti_cast, mpti_input_normalize, mpti_fill, mpti_copy,
+        mpti_cast, mpti_input_normalize, mpti_fill, mpti_copy, mpti_scale,
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
     };
     return &table;
 }
+
+#ifndef MPTRAIN_CUDA
+MPT_API const mpt_backend *mpt_backend_cuda(void) { return NULL; }
+#endif
 
 /* =================================================================================================
  * >>layers   7 Layers: shapes and parameters, one step forward, one step backward
@@ -10987,7 +11194,7 @@ typedef struct mpti_net {
     const float *masters; /* (num_params) FP32: biases, gamma, beta, custom layers' parameters */
     const void *weights;  /* (num_params) of operand */
     const float *running; /* (num_stats) */
-    float *batch;         /* (num_stats): mean and inverse deviation of this microbatch */
+    float *inv_std;       /* (num_stats / 2): inverse deviations of this microbatch */
     float *gradients;     /* (num_params) of this microbatch, then (num_stats) mean and variance */
     /* of this microbatch */
     int num_valid;
@@ -10998,8 +11205,9 @@ typedef struct mpti_net {
     uint64_t first_id;
     const int32_t *labels; /* (capacity) or NULL: none */
     float label_smoothing, grad_scale;
+    const float *loss_scale;  /* beside the backend's data; NULL: 1 */
     float *probabilities; /* NULL, or (capacity, classes) */
-    mpt_softmax_stats stats;
+    mpt_softmax_stats *stats; /* beside the backend's data; added to */
     int failed; /* the node whose step failed */
 } mpti_net;
 
@@ -11087,9 +11295,9 @@ static mpt_batchnorm_args mpti_batchnorm_args(const mpti_net *net, const mpti_no
     a.beta = a.gamma + norm->c;
     a.running_mean = net->running + norm->stat_offset;
     a.running_var = a.running_mean + norm->c;
-    a.batch_mean = net->batch + norm->stat_offset;
-    a.batch_inv_std = a.batch_mean + norm->c;
-    a.batch_var = net->gradients + net->model->num_params + norm->stat_offset + norm->c;
+    a.batch_mean = net->gradients + net->model->num_params + norm->stat_offset;
+    a.batch_var = a.batch_mean + norm->c;
+    a.batch_inv_std = net->inv_std + norm->stat_offset / 2;
     return a;
 }
 
@@ -11252,15 +11460,11 @@ static mpt_result mpti_step_forward_custom(mpti_net *net, const mpti_node *node,
 static mpt_result mpti_step_forward_norm(mpti_net *net, int v) {
     const mpti_node *node = &net->model->nodes[v], *norm = &net->model->nodes[node->norm];
     mpt_batchnorm_args a = mpti_batchnorm_args(net, node);
-    float *mean = net->gradients + net->model->num_params + norm->stat_offset;
-    mpt_result rc;
 
     a.x = mpti_net_value(net, norm->in[0]);
     a.y = mpti_net_value(net, v);
     if (node->residual >= 0) a.residual = mpti_net_value(net, node->residual);
-    rc = net->backend->batchnorm_forward(net->self, &a);
-    if (rc == MPT_OK && net->training) memcpy(mean, a.batch_mean, sizeof *mean * (size_t)norm->c);
-    return rc;
+    return net->backend->batchnorm_forward(net->self, &a);
 }
 
 static mpt_result mpti_step_forward(mpti_net *net, int v) {
@@ -11537,12 +11741,13 @@ static mpt_result mpti_net_loss(mpti_net *net) {
     a.labels = net->labels;
     a.dlogits = net->training ? mpti_net_gradient(net, logits) : NULL;
     a.probabilities = net->probabilities;
-    a.stats = &net->stats;
+    a.stats = net->stats;
     a.n = net->probabilities ? net->num_valid : net->capacity; /* the caller's rows end there */
     a.num_valid = net->num_valid;
     a.classes = net->model->nodes[logits].c;
     a.label_smoothing = net->training ? net->label_smoothing : 0;
     a.grad_scale = net->grad_scale;
+    a.loss_scale = net->loss_scale;
     a.dtype = net->dtype;
     a.workspace = net->workspace;
     a.workspace_bytes = net->layout.operator_bytes;
@@ -12953,11 +13158,6 @@ MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt
  */
 enum { MPTI_MAX_LEVELS = 32 }; /* of the tree: 2^32 microbatches a step */
 
-typedef struct mpti_totals { /* of the microbatches of a step */
-    double loss;
-    int64_t num_samples, num_correct, num_correct_top5;
-} mpti_totals;
-
 enum { /* the arenas of a trainer, one for each purpose of the plan */
     MPTI_WEIGHTS,
     MPTI_MASTERS,
@@ -12984,7 +13184,8 @@ struct mpt_trainer {
     float *masters;         /* (num_params) FP32: the truth */
     uint16_t *half;         /* (num_params) or NULL: the 16-bit copy that layers multiply with */
     float *first, *second;  /* (num_params) or NULL: moments */
-    float *running, *batch; /* (num_stats) */
+    float *running; /* (num_stats) */
+    float *inv_std; /* (num_stats / 2) */
     float *rows[MPTI_MAX_LEVELS + 1]; /* [num_rows], each (num_params + num_stats) */
     int num_rows;
     /* of the step under way: rows[0 .. depth-1] hold sums of weight[] microbatches each, and
@@ -12992,7 +13193,8 @@ struct mpt_trainer {
     int depth;
     int64_t weight[MPTI_MAX_LEVELS + 1];
     int64_t microbatches;
-    mpti_totals totals;
+    int64_t num_samples;     /* records of its microbatches */
+    mpt_softmax_stats stats; /* of them */
     int64_t step; /* attempted */
     double seconds;
     mpt_step_report last; /* of the last step */
@@ -13159,7 +13361,8 @@ static mpt_result mpti_trainer_make_plan(mpt_trainer *t) {
         (size_t)mpti_optimizer_state_count(t->desc.optimizer.kind) * floats;
     p->activations = t->net.layout.activation_bytes;
     p->workspace = t->net.layout.operator_bytes + t->net.layout.cast_bytes + (cast ? halves : 0);
-    p->statistics = 2 * mpti_align((size_t)m->num_stats * sizeof(float));
+    p->statistics = mpti_align((size_t)m->num_stats * sizeof(float)) +
+                    mpti_align((size_t)m->num_stats / 2 * sizeof(float));
     mpti_plan_sum(p, t, num_chunks);
     return MPT_OK;
 }
@@ -13281,13 +13484,13 @@ static void mpti_trainer_place(mpt_trainer *t) {
     if (states > 0) t->first = mpti_trainer_floats(t, MPTI_MOMENTS, params);
     if (states > 1) t->second = mpti_trainer_floats(t, MPTI_MOMENTS, params);
     t->running = mpti_trainer_floats(t, MPTI_STATISTICS, stats);
-    t->batch = mpti_trainer_floats(t, MPTI_STATISTICS, stats);
+    t->inv_std = mpti_trainer_floats(t, MPTI_STATISTICS, stats / 2);
     for (i = 0; i < t->num_rows; i++)
         t->rows[i] = mpti_trainer_floats(t, MPTI_GRADIENTS, params + stats);
     t->net.masters = t->masters;
     t->net.weights = t->half ? (const void *)t->half : (const void *)t->masters;
     t->net.running = t->running;
-    t->net.batch = t->batch;
+    t->net.inv_std = t->inv_std;
     t->net.gradients = t->rows[0];
     t->net.seed = t->desc.seed;
     t->net.label_smoothing = t->desc.label_smoothing;
@@ -13363,42 +13566,26 @@ MPT_API mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc
 
    The shape depends on the count alone, so 4 ranks with 1 microbatch and 1 rank with 4 add in the
    same order. */
-typedef struct mpti_sum_job {
-    float *into;
-    const float *from;
-    int64_t count;
-} mpti_sum_job;
-
-enum { MPTI_SUM_CHUNK = 1 << 16 };
-
-static mpt_result mpti_sum_chunk(int64_t chunk, void *user) {
-    const mpti_sum_job *job = (const mpti_sum_job *)user;
-    int64_t i = chunk * MPTI_SUM_CHUNK, end = i + MPTI_SUM_CHUNK;
-    float *into = job->into;
-    const float *from = job->from;
-
-    if (end > job->count) end = job->count;
-    for (; i < end; i++) into[i] += from[i];
-    return MPT_OK;
-}
-
 /* rows[depth-2] += rows[depth-1] */
 static mpt_result mpti_trainer_merge(mpt_trainer *t) {
-    mpti_sum_job job;
+    mpt_pointwise_args a;
 
-    job.into = t->rows[t->depth - 2];
-    job.from = t->rows[t->depth - 1];
-    job.count = t->model->num_params + t->model->num_stats;
+    memset(&a, 0, sizeof a);
+    a.a = a.y = t->rows[t->depth - 2];
+    a.b = t->rows[t->depth - 1];
+    a.n = a.num_valid = 1;
+    a.per_sample = t->model->num_params + t->model->num_stats;
+    a.dtype = MPT_F32;
     t->weight[t->depth - 2] += t->weight[t->depth - 1];
     t->depth--;
-    return mpt_parallel_for(t->ctx, (job.count + MPTI_SUM_CHUNK - 1) / MPTI_SUM_CHUNK,
-                            mpti_sum_chunk, &job);
+    return t->net.backend->add(t->net.self, &a);
 }
 
 static void mpti_trainer_begin_step(mpt_trainer *t) {
     t->depth = 0;
     t->microbatches = 0;
-    memset(&t->totals, 0, sizeof t->totals);
+    t->num_samples = 0;
+    memset(&t->stats, 0, sizeof t->stats);
 }
 
 static mpt_result mpti_trainer_step_failed(const mpt_trainer *t, mpt_result rc) {
@@ -13407,38 +13594,33 @@ static mpt_result mpti_trainer_step_failed(const mpt_trainer *t, mpt_result rc) 
                      mpt_result_string(rc));
 }
 
-static void mpti_totals_add(mpti_totals *totals, const mpt_softmax_stats *stats, int64_t records) {
-    totals->loss += stats->loss;
-    totals->num_samples += records;
-    totals->num_correct += stats->num_correct;
-    totals->num_correct_top5 += stats->num_correct_top5;
-}
-
 /* Sets what a training pass of microbatch number `index` of a step needs. The scale divides by a
    count that every microbatch knows, the records that would fit; mpt_trainer_apply corrects it. */
-static void mpti_trainer_begin_pass(mpt_trainer *t, int64_t step, int64_t index, float scale) {
+static void mpti_trainer_begin_pass(mpt_trainer *t, int64_t step, int64_t index) {
     t->net.gradients = t->rows[t->depth];
     t->net.training = true;
     t->net.step = step;
     t->net.first_id = (uint64_t)index * (uint64_t)t->net.capacity;
-    t->net.grad_scale = scale / (float)((int64_t)t->batch_size * t->desc.accumulate_steps);
-    memset(&t->net.stats, 0, sizeof t->net.stats);
+    t->net.grad_scale = 1 / (float)((int64_t)t->batch_size * t->desc.accumulate_steps);
+    t->net.loss_scale = &t->scaler.scale;
+    t->net.stats = &t->stats;
 }
 
 static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mpt_dtype dtype) {
-    float *statistics = t->rows[t->depth] + t->model->num_params;
+    mpt_scale_args weigh;
     mpt_result rc;
-    int64_t i;
 
-    mpti_trainer_begin_pass(t, t->step, t->microbatches, t->scaler.scale);
+    mpti_trainer_begin_pass(t, t->step, t->microbatches);
     rc = mpti_net_forward(&t->net, images, dtype);
     if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
     if (rc == MPT_OK) rc = mpti_net_backward(&t->net);
-    if (rc) return mpti_trainer_step_failed(t, rc);
     /* weighted by records, so that sums of rows are means over all of them; of none they are NaN */
-    for (i = 0; i < t->model->num_stats; i++)
-        statistics[i] = t->net.num_valid ? statistics[i] * (float)t->net.num_valid : 0;
-    mpti_totals_add(&t->totals, &t->net.stats, t->net.num_valid);
+    weigh.x = t->rows[t->depth] + t->model->num_params;
+    weigh.count = t->model->num_stats;
+    weigh.factor = (float)t->net.num_valid;
+    if (rc == MPT_OK) rc = t->net.backend->scale(t->net.self, &weigh);
+    if (rc) return mpti_trainer_step_failed(t, rc);
+    t->num_samples += t->net.num_valid;
     t->weight[t->depth++] = 1;
     t->microbatches++;
     while (rc == MPT_OK && t->depth > 1 && t->weight[t->depth - 1] == t->weight[t->depth - 2])
@@ -13573,12 +13755,12 @@ typedef struct mpti_update { /* what the lines of mpt_trainer_apply tell each ot
 static mpt_result mpti_trainer_begin_update(mpt_trainer *t, mpti_update *u) {
     double fitting = (double)t->batch_size * t->desc.accumulate_steps;
 
-    if (t->totals.num_samples == 0)
+    if (t->num_samples == 0)
         return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
                          "mpt_trainer_apply: no record was accumulated");
     memset(u, 0, sizeof *u);
     u->scale = t->scaler.scale;
-    u->unscale = (float)(fitting / ((double)u->scale * (double)t->totals.num_samples));
+    u->unscale = (float)(fitting / ((double)u->scale * (double)t->num_samples));
     u->params.weights = t->masters;
     u->params.gradients = t->rows[0];
     u->params.first = t->first;
@@ -13599,7 +13781,7 @@ static mpt_result mpti_trainer_reduce(mpt_trainer *t) {
 /* The momentum update of running statistics, from the row with sums of n * mean and n * var. */
 static void mpti_trainer_update_statistics(mpt_trainer *t, const mpti_update *u) {
     const mpt_model *m = t->model;
-    float total = (float)t->totals.num_samples;
+    float total = (float)t->num_samples;
     int v, i;
 
     for (v = 1; v < m->num_nodes && !u->skip; v++) {
@@ -13671,13 +13853,13 @@ static mpt_result mpti_trainer_update_weights(mpt_trainer *t, const mpti_update 
 static void mpti_trainer_report(mpt_trainer *t, const mpti_update *u, mpt_step_report *r) {
     double now = mpti_seconds();
 
-    r->loss = t->totals.loss / (double)t->totals.num_samples;
+    r->loss = t->stats.loss / (double)t->num_samples;
     r->seconds = now - t->seconds;
     r->step = t->step;
     r->applied_steps = t->optimizer.applied_steps;
-    r->num_samples = t->totals.num_samples;
-    r->num_correct = t->totals.num_correct;
-    r->num_correct_top5 = t->totals.num_correct_top5;
+    r->num_samples = t->num_samples;
+    r->num_correct = t->stats.num_correct;
+    r->num_correct_top5 = t->stats.num_correct_top5;
     r->loss_scale = u->scale;
     r->learning_rate = u->skip ? 0 : u->rate;
     r->grad_norm = u->norm;
@@ -13817,14 +13999,19 @@ static mpt_result mpti_overflow_backward(mpti_net *net, mpt_overflow *out) {
 /* Runs all microbatches of a batch at this scale, up to the first inf or NaN. */
 static mpt_result mpti_trainer_find_overflow(mpt_trainer *t, const mpt_batch *b, float scale,
                                              mpt_overflow *out) {
+    mpt_softmax_stats ignored;
     mpt_result rc = MPT_OK;
     int64_t i;
 
+    memset(&ignored, 0, sizeof ignored);
     memset(out, 0, sizeof *out);
     out->scale = scale;
     for (i = 0; i < mpti_lane_count(b) * t->desc.slices && rc == MPT_OK && !out->found; i++) {
         const void *images = mpti_trainer_slice(t, b, i);
-        mpti_trainer_begin_pass(t, t->step - 1, i, scale);
+        mpti_trainer_begin_pass(t, t->step - 1, i);
+        t->net.grad_scale *= scale;
+        t->net.loss_scale = NULL;
+        t->net.stats = &ignored;
         rc = mpti_overflow_forward(&t->net, images, b->images.dtype, out);
         if (rc == MPT_OK && !out->found) rc = mpti_overflow_backward(&t->net, out);
         if (rc) rc = mpti_trainer_step_failed(t, rc);
@@ -13871,69 +14058,72 @@ MPT_API mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch, m
 
 /* Forward in inference mode over n records of one lane, piece by piece. */
 static mpt_result mpti_trainer_infer(mpt_trainer *t, const mpt_batch *b, int64_t first, int64_t n,
-                                     float *probabilities, mpti_totals *totals) {
+                                     float *probabilities, mpt_softmax_stats *stats) {
     int classes = t->model->nodes[t->model->logits].c;
     int64_t at, piece;
     mpt_result rc = MPT_OK;
 
     t->net.training = false;
+    t->net.stats = stats;
     for (at = 0; at < n && rc == MPT_OK; at += piece) {
         const void *images;
         piece = n - at < t->net.capacity ? n - at : t->net.capacity;
         images = mpti_trainer_point(t, b, first + at, piece);
         t->net.probabilities = probabilities ? probabilities + at * classes : NULL;
-        memset(&t->net.stats, 0, sizeof t->net.stats);
         rc = mpti_net_forward(&t->net, images, b->images.dtype);
         if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
-        mpti_totals_add(totals, &t->net.stats, piece);
     }
     t->net.probabilities = NULL;
     return rc ? mpti_trainer_step_failed(t, rc) : MPT_OK;
 }
 
-static mpt_result mpti_trainer_evaluate_batch(mpt_trainer *t, const mpt_batch *b,
-                                              mpti_totals *totals) {
-    int64_t lane, capacity;
+static mpt_result mpti_trainer_evaluate_batch(mpt_trainer *t, const mpt_batch *b, mpt_metrics *m,
+                                              mpt_softmax_stats *stats) {
+    int64_t lane, capacity, valid;
     mpt_result rc = mpti_trainer_check_batch(t, b, &capacity);
 
     if (rc == MPT_OK) rc = mpti_trainer_check_labels(t, b, capacity);
-    for (lane = 0; lane < mpti_lane_count(b) && rc == MPT_OK; lane++)
-        rc = mpti_trainer_infer(t, b, lane * capacity, mpti_lane_valid(b, lane, capacity), NULL,
-                                totals);
+    for (lane = 0; lane < mpti_lane_count(b) && rc == MPT_OK; lane++) {
+        valid = mpti_lane_valid(b, lane, capacity);
+        rc = mpti_trainer_infer(t, b, lane * capacity, valid, NULL, stats);
+        m->num_samples += valid;
+    }
     return rc;
 }
 
 MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out) {
-    mpti_totals totals;
+    mpt_softmax_stats stats;
+    mpt_metrics m;
     mpt_batch b;
     mpt_result rc = MPT_OK;
 
     if (!t || !data || !out) return MPT_ERR_INVALID_ARGUMENT;
-    memset(&totals, 0, sizeof totals);
+    memset(&stats, 0, sizeof stats);
+    memset(&m, 0, sizeof m);
     while (rc == MPT_OK && (rc = mpt_loader_next(data, &b)) == MPT_OK)
-        rc = mpti_trainer_evaluate_batch(t, &b, &totals);
+        rc = mpti_trainer_evaluate_batch(t, &b, &m, &stats);
     if (rc != MPT_END) return mpti_report(t->ctx, rc);
-    out->num_samples = totals.num_samples;
-    out->num_correct = totals.num_correct;
-    out->num_correct_top5 = totals.num_correct_top5;
-    out->loss = totals.num_samples ? totals.loss / (double)totals.num_samples : 0;
+    m.num_correct = stats.num_correct;
+    m.num_correct_top5 = stats.num_correct_top5;
+    m.loss = m.num_samples ? stats.loss / (double)m.num_samples : 0;
+    *out = m;
     return MPT_OK;
 }
 
 MPT_API mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch, float *probabilities) {
-    mpti_totals totals;
+    mpt_softmax_stats ignored;
     mpt_batch pictures;
     int64_t capacity;
     mpt_result rc;
 
     if (!t || !batch || !probabilities) return MPT_ERR_INVALID_ARGUMENT;
-    memset(&totals, 0, sizeof totals);
+    memset(&ignored, 0, sizeof ignored);
     pictures = *batch;
     pictures.labels.data = NULL;
     rc = mpti_trainer_check_batch(t, &pictures, &capacity);
     if (rc == MPT_OK)
         rc = mpti_trainer_infer(t, &pictures, 0, mpti_lane_valid(batch, 0, capacity),
-                                probabilities, &totals);
+                                probabilities, &ignored);
     return mpti_report(t->ctx, rc);
 }
 

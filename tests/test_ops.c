@@ -1315,6 +1315,7 @@ static void xent_free(xent_case *x) {
 }
 
 static void xent_run(xent_case *x) {
+    memset(&x->stats, 0, sizeof(x->stats));
     CHECK_OK(x->m->ctx, x->m->ops->softmax_xent(x->m->self, &x->a));
 }
 
@@ -1629,16 +1630,34 @@ MPT_TEST(fill_and_copy) {
     machine_close(&m);
 }
 
+MPT_TEST(scale_multiplies_and_a_factor_of_zero_clears_nan) {
+    machine m = machine_open("plain", 2);
+    float x[5] = {1, -2, 3, mpti_f32_from_bits(0x7fc00000u), 7};
+    mpt_scale_args a = {x, 3, 0.5f};
+    CHECK_OK(m.ctx, m.ops->scale(m.self, &a));
+    CHECK_NEAR(x[0], 0.5, 0);
+    CHECK_NEAR(x[1], -1, 0);
+    CHECK_NEAR(x[2], 1.5, 0);
+    a.count = 4;
+    a.factor = 0;
+    CHECK_OK(m.ctx, m.ops->scale(m.self, &a));
+    CHECK_NEAR(x[3], 0, 0);
+    CHECK_NEAR(x[4], 7, 0);
+    a.count = -1;
+    CHECK_RESULT(m.ctx, m.ops->scale(m.self, &a), MPT_ERR_INVALID_ARGUMENT);
+    machine_close(&m);
+}
+
 /* ---- the table, arguments -------------------------------------------------------------------- */
-MPT_TEST(every_entry_of_the_table_is_there) {
+MPT_TEST(every_operator_of_the_table_is_there) {
     const mpt_backend *ops = mpt_backend_cpu();
     const char *p = (const char *)ops;
     size_t at;
     CHECK_EQ_STR(ops->name, "cpu");
-    for (at = 0; at < sizeof(*ops); at += sizeof(void *)) {
+    for (at = 0; at < sizeof(*ops); at += sizeof(void *)) { /* behind: entries of devices */
         void *entry;
         memcpy(&entry, p + at, sizeof(entry));
-        CHECK(entry != NULL);
+        CHECK_EQ_INT(entry != NULL, at < offsetof(mpt_backend, alloc));
     }
 }
 
@@ -1815,7 +1834,8 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(casts_are_the_conversions_of_base),
     MPT_TEST_CASE(input_is_normalised),
     MPT_TEST_CASE(fill_and_copy),
-    MPT_TEST_CASE(every_entry_of_the_table_is_there),
+    MPT_TEST_CASE(scale_multiplies_and_a_factor_of_zero_clears_nan),
+    MPT_TEST_CASE(every_operator_of_the_table_is_there),
     MPT_TEST_CASE(bad_arguments_are_refused),
     MPT_TEST_CASE(workspaces_that_no_memory_holds_are_refused),
     MPT_TEST_CASE(opening_chooses_a_family),

@@ -330,7 +330,7 @@ static inline const float *gradient_row(mpt_trainer *t) {
 /* What grad_scale and the loss scale make of a gradient of the mean loss. */
 static inline double gradient_factor(const mpt_trainer *t) {
     return (double)t->batch_size * t->desc.accumulate_steps /
-           ((double)t->scaler.scale * (double)t->totals.num_samples);
+           ((double)t->scaler.scale * (double)t->num_samples);
 }
 
 #endif /* TRAINING_H */
