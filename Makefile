@@ -42,7 +42,7 @@ MAKEFLAGS += --no-print-directory
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := all
 .PHONY: all tests examples demo bench test test-full asan ubsan tsan style cuda check-arch \
-        device-check emulate install clean help FORCE
+        device-check emulate emulated-tests install clean help FORCE
 
 # ---- building ------------------------------------------------------------------------------------
 
@@ -136,38 +136,70 @@ check-arch: $(if $(have_nvcc),$(BUILD)/kernels.o) ## what each kernel takes; nee
 device-check: ## all kernel tests and benchmarks on this machine's GPU: at most eight minutes
 	@$(SCRIPT_ENV) CUDA_HOME='$(CUDA_HOME)' tests/device_check.sh
 
+# Programs of tests/cuda/ for a GPU. cuDNN is what one of them compares with, where its header is.
+CUDNN_HOME  ?= $(patsubst %/include/cudnn.h,%,$(firstword $(wildcard $(CUDA_HOME)/include/cudnn.h \
+                                                                     /usr/include/cudnn.h)))
+CUDNN_FLAGS  = $(if $(CUDNN_HOME),-DBENCH_CUDNN -isystem $(CUDNN_HOME)/include \
+                 $(foreach d,lib lib64,-L$(CUDNN_HOME)/$(d) -Wl$(comma)-rpath$(comma)$(CUDNN_HOME)/$(d)))
+CUDNN_LIBS   = $(if $(CUDNN_HOME),-lcudnn)
+comma       := ,
+
+$(BUILD)/cuda/bench_device: tests/cuda/bench_device.c $(BUILD)/kernels.o $(HEADERS) $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(ALL_CFLAGS) $(CUDA_CFLAGS) $(CUDNN_FLAGS) $< $(BUILD)/kernels.o -o $@ \
+	    $(CUDNN_LIBS) $(CUDA_LIBS) $(ALL_LIBS)
+
+$(BUILD)/cuda/%: tests/cuda/%.c $(BUILD)/kernels.o $(wildcard tests/*.h tests/cuda/*.h) $(HEADERS) \
+                 $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(ALL_CFLAGS) $(CUDA_CFLAGS) -Itests $< $(BUILD)/kernels.o -o $@ $(CUDA_LIBS) $(ALL_LIBS)
+
 # ---- CUDA on the CPU -----------------------------------------------------------------------------
 
 # The runner in tests/cuda_on_cpu/ takes the place of CUDA's headers, of the runtime and of cuBLAS.
-RUNNER       := tests/cuda_on_cpu
-ON_CPU       := $(BUILD)/cuda_on_cpu
-runner_main  := $(RUNNER)/test_% $(RUNNER)/bugs%
-RUNNER_OBJS  := $(patsubst $(RUNNER)/%.cpp,$(ON_CPU)/%.o, \
-                  $(filter-out $(runner_main),$(wildcard $(RUNNER)/*.cpp)))
-RUNNER_FILES := $(wildcard $(RUNNER)/*.h $(RUNNER)/include/*.h)
-machine_x86_64   := -mavx2 -mfma -mf16c
+# What a program does on sm_70 is in sm_70/, and so on: these have engines of their own.
+RUNNER         := tests/cuda_on_cpu
+ON_CPU         := $(BUILD)/cuda_on_cpu
+EMULATED_ARCHS ?= 70 75 80
+CUDA_TESTS     := $(notdir $(basename $(wildcard tests/cuda/test_*.c)))
+runner_main    := $(RUNNER)/test_% $(RUNNER)/bugs%
+RUNNER_OBJS    := $(patsubst $(RUNNER)/%.cpp,$(ON_CPU)/%.o, \
+                    $(filter-out $(runner_main),$(wildcard $(RUNNER)/*.cpp)))
+RUNNER_FILES   := $(wildcard $(RUNNER)/*.h $(RUNNER)/include/*.h)
+machine_x86_64 := -mavx2 -mfma -mf16c
 # Half memory is read as uint4 in kernels.cu, as nvcc allows; -ffp-contract=off: no FMA but fmaf.
-RUNNER_FLAGS  = -std=c++17 -O2 -g -fno-strict-aliasing -ffp-contract=off \
-                $(machine_$(shell uname -m)) -I. -I$(RUNNER)/include
-DEVICE_FLAGS  = -x c++ -include $(RUNNER)/device.h
+RUNNER_FLAGS    = -std=c++17 $(CFLAGS) -g -fno-strict-aliasing -ffp-contract=off \
+                  $(machine_$(shell uname -m)) -I. -I$(RUNNER)/include
+DEVICE_FLAGS    = -x c++ -include $(RUNNER)/device.h
 
-emulate: $(ON_CPU)/emulate ## train lenet and resnet20 for a few steps with kernels.cu run by the CPU
-	$(ON_CPU)/emulate
+emulate: $(ON_CPU)/sm_80/emulate ## train small networks with kernels.cu run by the CPU
+	$<
 
-$(ON_CPU)/emulate: $(ON_CPU)/emulate.o $(ON_CPU)/kernels.o $(RUNNER_OBJS)
-	$(CXX) $^ -o $@ $(ALL_LIBS)
+emulated-tests: $(foreach a,$(EMULATED_ARCHS),$(CUDA_TESTS:%=$(ON_CPU)/sm_$(a)/%))
 
-$(ON_CPU)/emulate.o: tests/emulate.c $(HEADERS) $(RUNNER_FILES) $(BUILD)/flags
+$(ON_CPU)/%.o: tests/%.c $(HEADERS) $(wildcard tests/*.h) $(RUNNER_FILES) $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CC) $(ALL_CFLAGS) -DMPTRAIN_CUDA -I$(RUNNER)/include -c $< -o $@
 
-$(ON_CPU)/kernels.o: kernels.cu mptrain.h $(RUNNER_FILES) $(BUILD)/flags
+$(ON_CPU)/%.o: tests/cuda/%.c $(HEADERS) $(wildcard tests/*.h tests/cuda/*.h) $(RUNNER_FILES) \
+               $(BUILD)/flags
 	@mkdir -p $(@D)
-	$(CXX) $(RUNNER_FLAGS) $(DEVICE_FLAGS) -c $< -o $@
+	$(CC) $(ALL_CFLAGS) -DMPTRAIN_CUDA -Itests -I$(RUNNER)/include -c $< -o $@
 
 $(ON_CPU)/%.o: $(RUNNER)/%.cpp $(RUNNER_FILES) $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CXX) $(RUNNER_FLAGS) -Wall -Wextra -c $< -o $@
+
+define emulated_arch
+$(ON_CPU)/sm_$(1)/kernels.o: kernels.cu mptrain.h $(RUNNER_FILES) $(BUILD)/flags
+	@mkdir -p $$(@D)
+	$$(CXX) $$(RUNNER_FLAGS) -DMPTK_EMULATED_ARCH=$(1)0 $$(DEVICE_FLAGS) -c $$< -o $$@
+
+$(ON_CPU)/sm_$(1)/%: $(ON_CPU)/%.o $(ON_CPU)/sm_$(1)/kernels.o $(RUNNER_OBJS)
+	$$(CXX) $$^ -o $$@ $$(LDFLAGS) $$(ALL_LIBS)
+endef
+$(foreach a,$(EMULATED_ARCHS),$(eval $(call emulated_arch,$(a))))
+.PRECIOUS: $(ON_CPU)/%.o
 
 # ---- installing ----------------------------------------------------------------------------------
 

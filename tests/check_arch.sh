@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Compiles the device code of kernels.cu for every GPU architecture, sm_70 included, and tells what
-# each kernel takes: registers, shared memory, spills, CTAs an SM, tensor-core instructions. Needs no
-# GPU and no CUDA installed: the compiler is CUDA 12.9's from PyPI, the last that knows sm_70; it is
-# put into build/cuda12 once (about 400 MB on disk). One line a check: "ok ...", "FAIL ...",
+# each kernel takes: registers, shared memory, spills, CTAs an SM, tensor-core instructions. Needs
+# no GPU and no CUDA installed: the compiler is CUDA 12.9's from PyPI, the last that knows sm_70; it
+# is put into build/cuda12 once (about 400 MB on disk). One line a check: "ok ...", "FAIL ...",
 # "SKIP ...: why". Exit 1 if one failed.
 #
 #   tests/check_arch.sh [FILE.cu]        checks the file (kernels.cu), after the check itself

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `make cuda` where nvcc is: does it build, without warnings, for every architecture that nvcc knows,
-# and what does build/train-cuda say where there is no GPU? Part of continuous integration.
+# `make cuda` where nvcc is: does it build, without warnings, for every architecture that nvcc
+# knows, and what does build/train-cuda say where there is no GPU? Part of continuous integration.
 # One line a check: "ok ...", "FAIL ...", "SKIP ...: why". Exit 1 if one failed.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -61,8 +61,8 @@ check_no_gpu() {
     mkdir -p "$work/pictures/0"
     cp tests/data/images/plain-*.png "$work/pictures/0"
     build/tfrecord from-folder "$work/pictures" "$work/train@1" >"$work/said" 2>&1
-    build/train-cuda --data "$work/train-*" --device cuda --model lenet --steps 1 --batch 2 \
-        --size 16 >"$work/out" 2>"$work/err"
+    build/train-cuda --data "$work/train-*" --device cuda --arch lenet --steps 1 --batch-size 2 \
+        >"$work/out" 2>"$work/err"
     status=$?
     same "without a GPU, train-cuda says so in one line and ends with status 1" "1 line, status 1" \
         "$(grep -c -i 'gpu\|cuda' "$work/err") line, status $status$(

@@ -1,5 +1,6 @@
 // Kernels with one planted fault each, and good ones beside them: what check.py has to find, and
 // what it must not complain of. tests/check_arch.sh names the expected complaints.
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <mma.h>
 
@@ -54,6 +55,21 @@ __global__ void __launch_bounds__(32) planted_gemm_wmma(const half *a, const hal
     wmma::store_matrix_sync(c, fc, 16, wmma::mem_row_major);
 }
 template __global__ void planted_gemm_wmma<64>(const half *, const half *, float *);
+
+// Before sm_80 nothing is expected of it, and before sm_90 this one has nothing.
+template <class T> __global__ void __launch_bounds__(32) planted_gemm_late(T *c) {
+#if __CUDA_ARCH__ >= 900
+    wmma::fragment<wmma::matrix_a, 16, 16, 16, T, wmma::row_major> fa;
+    wmma::fragment<wmma::matrix_b, 16, 16, 16, T, wmma::row_major> fb;
+    wmma::fragment<wmma::accumulator, 16, 16, 16, float> fc;
+    wmma::load_matrix_sync(fa, c, 16);
+    wmma::load_matrix_sync(fb, c + 256, 16);
+    wmma::fill_fragment(fc, 0.0f);
+    wmma::mma_sync(fc, fa, fb, fc);
+    wmma::store_matrix_sync(reinterpret_cast<float *>(c), fc, 16, wmma::mem_row_major);
+#endif
+}
+template __global__ void planted_gemm_late<__nv_bfloat16>(__nv_bfloat16 *);
 
 extern "C" __global__ void planted_no_bounds(float *data) {
     data[threadIdx.x] = 0;
