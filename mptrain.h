@@ -1457,7 +1457,7 @@ typedef struct mpt_step_state { /* lives where the backend computes, from step t
     int skip;                        /* 1: the last update changed nothing */
 } mpt_step_state;
 
-enum { MPT_UPDATE_CHUNK = 16384 }; /* weights */
+enum { MPT_UPDATE_CHUNK = 16384 }; /* weights: 64 KiB of each buffer; four fit into an L2 */
 typedef struct mpt_update_segment { /* a parameter tensor */
     int64_t first_chunk, num_chunks;
     int decays; /* weight decay applies */
@@ -1552,17 +1552,18 @@ struct mpt_backend {
     /* waits for all that was begun before */
     mpt_result (*download)(void *self, void *dst, const void *src, size_t bytes);
     /* Two slots in turn, so that a batch travels while the one before is worked on. begin: host
-       memory to fill, `bytes` at most as reserved; end: where the same bytes can be read by
-       operators that are begun from now on, until the second begin after this one. */
+       memory to fill, `bytes` at most as reserved; end: where operators that begin from now on can
+       read the same bytes, until the next begin. */
     mpt_result (*stage_reserve)(void *self, size_t bytes);
     mpt_result (*stage_begin)(void *self, void **host);
     mpt_result (*stage_end)(void *self, size_t bytes, void **data);
-    /* Between begin and end operators are recorded, not run; `which` is 0 .. 3. replay runs what
-       was recorded; MPT_END: nothing was. */
+    /* Operators between begin and end are not run but recorded, with their arguments; replay runs
+       them all. Each end, also one after a failure, has its forget. */
     mpt_result (*record_begin)(void *self);
-    mpt_result (*record_end)(void *self, int which);
-    mpt_result (*replay)(void *self, int which);
-    void (*record_forget)(void *self); /* all of them */
+    mpt_result (*record_end)(void *self, void **recording);
+    mpt_result (*replay)(void *self, void *recording);
+    void (*forget)(void *self, void *recording);
+    void *(*stream)(void *self); /* that operators run on, for custom layers */
     mpt_result (*update)(void *self, const mpt_update_args *a);
     /* Waits for the update of that step, one of the last two; out: the state it left. */
     mpt_result (*update_wait)(void *self, int64_t step, mpt_step_state *out);
@@ -8790,15 +8791,33 @@ static size_t mpti_align(size_t bytes) {
 struct mpt_arena {
     mpt_ctx *ctx;
     mpt_arena_desc desc; /* with defaults */
+    bool on_device;      /* memory of the context's backend, zeros from the start */
     uint8_t *base;       /* [capacity_bytes] */
     size_t used;
 };
 
-MPT_API mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc, mpt_arena **out) {
+/* Memory of the backend, all zeros. */
+static mpt_result mpti_arena_open_device(mpt_arena *a) {
+    const mpt_backend *b = a->ctx->backend;
+    mpt_fill_args zeros;
+    void *base;
+    mpt_result rc = b->alloc(a->ctx->backend_self, a->desc.capacity_bytes, &base);
+
+    if (rc) return rc;
+    a->base = (uint8_t *)base;
+    zeros.dst = base;
+    zeros.count = (int64_t)(a->desc.capacity_bytes / sizeof(float));
+    zeros.value = 0;
+    zeros.dtype = MPT_F32;
+    return b->fill(a->ctx->backend_self, &zeros);
+}
+
+static mpt_result mpti_arena_open(mpt_ctx *ctx, const mpt_arena_desc *desc, bool on_device,
+                                  mpt_arena **out) {
     mpt_arena *a;
     mpt_arena_desc d;
+    mpt_result rc = MPT_OK;
 
-    if (!ctx || !desc || !out) return MPT_ERR_INVALID_ARGUMENT;
     *out = NULL;
     d = *desc;
     if (d.alignment == 0) d.alignment = MPTI_ALIGNMENT;
@@ -8811,8 +8830,15 @@ MPT_API mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc, mp
     if (a) {
         a->ctx = ctx;
         a->desc = d;
-        a->base =
-            (uint8_t *)mpti_alloc_aligned(&ctx->desc.allocator, d.capacity_bytes, d.alignment);
+        a->on_device = on_device;
+        if (on_device) rc = mpti_arena_open_device(a);
+        else
+            a->base =
+                (uint8_t *)mpti_alloc_aligned(&ctx->desc.allocator, d.capacity_bytes, d.alignment);
+    }
+    if (rc) {
+        mpt_arena_destroy(a);
+        return mpti_report(ctx, rc);
     }
     if (!a || !a->base) {
         mpt_arena_destroy(a);
@@ -8823,6 +8849,11 @@ MPT_API mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc, mp
     return MPT_OK;
 }
 
+MPT_API mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc, mpt_arena **out) {
+    if (!ctx || !desc || !out) return MPT_ERR_INVALID_ARGUMENT;
+    return mpti_arena_open(ctx, desc, false, out);
+}
+
 /* `bytes` of zeros; NULL: they don't fit. */
 static void *mpti_arena_take(mpt_arena *a, size_t bytes) {
     size_t align = a->desc.alignment, begin = (a->used + align - 1) & ~(align - 1);
@@ -8830,7 +8861,7 @@ static void *mpti_arena_take(mpt_arena *a, size_t bytes) {
     if (begin < a->used || begin > a->desc.capacity_bytes || bytes > a->desc.capacity_bytes - begin)
         return NULL;
     a->used = begin + bytes;
-    return memset(a->base + begin, 0, bytes);
+    return a->on_device ? a->base + begin : memset(a->base + begin, 0, bytes);
 }
 
 MPT_API mpt_result mpt_arena_tensor(mpt_arena *a, mpt_dtype dtype, const int64_t *dims,
@@ -8871,7 +8902,8 @@ MPT_API void mpt_arena_destroy(mpt_arena *a) {
 
     if (!a) return;
     allocator = &a->ctx->desc.allocator;
-    mpti_free(allocator, a->base, a->desc.capacity_bytes);
+    if (a->on_device && a->base) a->ctx->backend->free(a->ctx->backend_self, a->base);
+    if (!a->on_device) mpti_free(allocator, a->base, a->desc.capacity_bytes);
     mpti_free(allocator, a, sizeof *a);
 }
 
@@ -10787,7 +10819,7 @@ MPT_API const mpt_backend *mpt_backend_cpu(void) {
         mpti_dropout_forward, mpti_dropout_backward,
         mpti_softmax_xent_bytes, mpti_softmax_xent,
         mpti_cast, mpti_input_normalize, mpti_fill, mpti_copy, mpti_scale,
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
     };
     return &table;
 }
@@ -11425,15 +11457,28 @@ static mpt_custom_args mpti_custom_args(const mpti_net *net, const mpti_node *no
     a.workspace = net->workspace;
     a.sample_ids = net->sample_ids;
     a.training = net->training;
+    if (net->backend->stream) a.stream = net->backend->stream(net->self);
     return a;
 }
 
-/* Slots that don't count hold zeros, in values as in gradients. */
-static void mpti_custom_clear_rest(const mpti_net *net, const mpti_node *node, void *x) {
-    size_t numbers = (size_t)mpti_node_elements(node), valid = (size_t)net->num_valid;
+static void mpti_custom_clear(mpti_casts *c, float *x, int64_t count) {
+    mpt_fill_args a;
 
-    memset((float *)x + valid * numbers, 0,
-           ((size_t)net->capacity - valid) * numbers * sizeof(float));
+    a.dst = x;
+    a.count = count;
+    a.value = 0;
+    a.dtype = MPT_F32;
+    if (c->rc == MPT_OK) c->rc = c->net->backend->fill(c->net->self, &a);
+}
+
+/* Slots that don't count hold zeros, in values as in gradients. */
+static void mpti_custom_clear_rest(mpti_casts *c, const mpti_node *node, void *x) {
+    const mpti_net *net = c->net;
+    int64_t numbers = mpti_node_elements(node);
+
+    if (net->num_valid < net->capacity)
+        mpti_custom_clear(c, (float *)x + net->num_valid * numbers,
+                          (net->capacity - net->num_valid) * numbers);
 }
 
 static mpt_result mpti_step_forward_custom(mpti_net *net, const mpti_node *node, void *y) {
@@ -11452,7 +11497,7 @@ static mpt_result mpti_step_forward_custom(mpti_net *net, const mpti_node *node,
     a.in = in;
     a.out = &out;
     if (casts.rc == MPT_OK && net->num_valid) rc = node->custom.forward(&a, node->custom.user);
-    mpti_custom_clear_rest(net, node, out.data);
+    mpti_custom_clear_rest(&casts, node, out.data);
     return mpti_casts_end(&casts, rc, out.data, y, node);
 }
 
@@ -11631,14 +11676,14 @@ static mpt_result mpti_step_backward_custom(mpti_net *net, int v) {
     a.din = din;
     if (node->num_params) {
         a.dparams = net->gradients + node->param_offset;
-        memset(a.dparams, 0, sizeof *a.dparams * (size_t)node->num_params);
+        mpti_custom_clear(&casts, a.dparams, node->num_params);
     }
     if (casts.rc == MPT_OK && net->num_valid) rc = node->custom.backward(&a, node->custom.user);
     for (i = 0; i < node->num_in; i++) {
         const mpti_node *from = &net->model->nodes[node->in[i]];
         void *dx = mpti_net_begin_gradient(net, node->in[i]);
         if (!dx) continue;
-        mpti_custom_clear_rest(net, from, din[i].data);
+        mpti_custom_clear_rest(&casts, from, din[i].data);
         rc = mpti_casts_end(&casts, rc, din[i].data, dx, from);
         rc = mpti_net_end_gradient(net, node->in[i], rc);
     }
@@ -11721,8 +11766,9 @@ static mpt_result mpti_net_input(mpti_net *net, const void *images, mpt_dtype dt
     return net->backend->input_normalize(net->self, &a);
 }
 
-static mpt_result mpti_net_forward(mpti_net *net, const void *images, mpt_dtype dtype) {
-    mpt_result rc = mpti_net_input(net, images, dtype);
+/* From the pictures in their place to logits. */
+static mpt_result mpti_net_forward(mpti_net *net) {
+    mpt_result rc = MPT_OK;
     int v;
 
     for (v = 1; v < net->model->num_nodes && rc == MPT_OK; v++)
@@ -12396,8 +12442,6 @@ static int mpti_optimizer_state_count(mpt_optimizer_kind kind) {
 }
 
 /* ---- segments and chunks --------------------------------------------------------------------- */
-enum { MPTI_UPDATE_CHUNK = 16384 }; /* weights: 64 KiB of each buffer; four fit into an L2 */
-
 typedef struct mpti_parameter { /* one parameter tensor within the flat buffers */
     size_t offset, count;
     bool decays; /* weight decay applies */
@@ -12466,7 +12510,7 @@ static mpti_parameter mpti_parameter_make(const mpt_optimizer_desc *desc, size_t
 }
 
 static int64_t mpti_parameter_chunks(size_t count) {
-    return (int64_t)(count / MPTI_UPDATE_CHUNK + (count % MPTI_UPDATE_CHUNK != 0));
+    return (int64_t)(count / MPT_UPDATE_CHUNK + (count % MPT_UPDATE_CHUNK != 0));
 }
 
 /* What mpti_optimizer_open takes. */
@@ -12510,7 +12554,7 @@ static mpt_result mpti_optimizer_open(mpti_optimizer *o, mpt_ctx *ctx,
             size_t left = segments[i].count - done;
 
             chunk->offset = segments[i].offset + done;
-            chunk->count = left < MPTI_UPDATE_CHUNK ? left : (size_t)MPTI_UPDATE_CHUNK;
+            chunk->count = left < MPT_UPDATE_CHUNK ? left : (size_t)MPT_UPDATE_CHUNK;
             chunk->segment = i;
         }
     }
@@ -13166,8 +13210,35 @@ enum { /* the arenas of a trainer, one for each purpose of the plan */
     MPTI_ACTIVATIONS,
     MPTI_WORKSPACE,
     MPTI_STATISTICS,
+    MPTI_DECISIONS, /* on a device: mpti_device */
+    MPTI_MIRROR,    /* on the host, beside a device: mpti_learned */
     MPTI_NUM_ARENAS
 };
+
+typedef struct mpti_learned { /* what outlives a run */
+    float *masters;        /* (num_params) FP32: the truth */
+    float *first, *second; /* (num_params) moments or NULL */
+    float *running;        /* (num_stats) */
+} mpti_learned;
+
+enum { MPTI_RECORDINGS = 2 }; /* one for each row that a device has */
+
+/* What a trainer keeps beside a device's data; all zero on the CPU. */
+typedef struct mpti_device {
+    mpt_step_state *state;
+    mpt_softmax_stats *evaluation; /* of passes that belong to no step */
+    float *probabilities;          /* (capacity, classes) */
+    int32_t *labels;               /* (capacity) of the microbatch under way */
+    float *momentum, *ratios;      /* (num_stats); (num_parameters) */
+    double *sums;                  /* (num_chunks, 2) */
+    mpt_update_chunk *chunks;      /* [num_chunks] */
+    mpt_update_segment *segments;  /* [num_parameters] */
+    /* on the host: */
+    size_t slot_bytes; /* of a staged microbatch */
+    bool can_record;   /* nothing but data changes from step to step */
+    void *recordings[MPTI_RECORDINGS]; /* of forward and backward into rows[i], or NULL */
+    int64_t reported;                  /* steps whose reports have been read */
+} mpti_device;
 
 struct mpt_trainer {
     mpt_ctx *ctx;
@@ -13186,6 +13257,8 @@ struct mpt_trainer {
     float *first, *second;  /* (num_params) or NULL: moments */
     float *running; /* (num_stats) */
     float *inv_std; /* (num_stats / 2) */
+    mpti_learned host; /* on the CPU masters, moments and running themselves, else a mirror */
+    mpti_device device;
     float *rows[MPTI_MAX_LEVELS + 1]; /* [num_rows], each (num_params + num_stats) */
     int num_rows;
     /* of the step under way: rows[0 .. depth-1] hold sums of weight[] microbatches each, and
@@ -13266,13 +13339,16 @@ static mpt_result mpti_trainer_desc_check(const mpt_trainer_desc *d, int batch_s
 }
 
 /* ---- the plan -------------------------------------------------------------------------------- */
-static int mpti_trainer_num_rows(const mpt_trainer_desc *d) { /* floor(log2 A) + 1 */
+/* floor(log2 A) + 1; on a device, whose memory is dearer, one running sum and one to write. */
+static int mpti_trainer_num_rows(const mpt_trainer_desc *d, bool on_device) {
     int64_t microbatches = (int64_t)d->accumulate_steps * d->slices;
     int rows = 1;
 
     for (; microbatches > 1; microbatches /= 2) rows++;
-    return rows;
+    return on_device && rows > 2 ? 2 : rows;
 }
+
+static bool mpti_on_device(const mpt_trainer *t) { return t->ctx->backend->alloc != NULL; }
 
 /* Each layer's weights, then its bias; gamma, then beta. out NULL: only counts. */
 static int64_t mpti_list_parameters(const mpt_model *m, const mpt_optimizer_desc *desc,
@@ -13308,6 +13384,39 @@ static void mpti_plan_arenas(const mpt_memory_plan *p, size_t bytes[MPTI_NUM_ARE
     bytes[MPTI_ACTIVATIONS] = p->activations;
     bytes[MPTI_WORKSPACE] = p->workspace;
     bytes[MPTI_STATISTICS] = p->statistics;
+    bytes[MPTI_DECISIONS] = bytes[MPTI_MIRROR] = 0;
+}
+
+/* Those of a device, which together with four staged microbatches (two slots, there and on the
+   host) are the plan's staging. */
+static void mpti_plan_device_arenas(const mpt_trainer *t, int64_t num_chunks,
+                                    size_t bytes[MPTI_NUM_ARENAS]) {
+    const mpt_model *m = t->model;
+    size_t params = mpti_align((size_t)m->num_params * sizeof(float));
+    size_t stats = mpti_align((size_t)m->num_stats * sizeof(float));
+    size_t segments = (size_t)t->num_parameters, records = (size_t)t->net.capacity;
+    size_t classes = (size_t)m->nodes[m->logits].c;
+
+    if (!mpti_on_device(t)) return;
+    bytes[MPTI_DECISIONS] =
+        mpti_align(sizeof(mpt_step_state)) + mpti_align(sizeof(mpt_softmax_stats)) +
+        mpti_align(records * classes * sizeof(float)) + mpti_align(records * sizeof(int32_t)) +
+        stats + mpti_align(segments * sizeof(float)) +
+        mpti_align((size_t)num_chunks * 2 * sizeof(double)) +
+        mpti_align((size_t)num_chunks * sizeof(mpt_update_chunk)) +
+        mpti_align(segments * sizeof(mpt_update_segment));
+    bytes[MPTI_MIRROR] =
+        params * (1 + (size_t)mpti_optimizer_state_count(t->desc.optimizer.kind)) + stats;
+}
+
+/* Pictures of four bytes a number are the largest, then labels and ids. */
+static size_t mpti_slot_bytes(const mpt_trainer *t) {
+    size_t records = (size_t)t->net.capacity;
+    size_t picture = (size_t)mpti_node_elements(&t->model->nodes[MPT_INPUT]) * sizeof(float);
+
+    if (!mpti_on_device(t)) return 0;
+    return mpti_align(records * picture) + mpti_align(records * sizeof(int32_t)) +
+           mpti_align(records * sizeof(uint64_t));
 }
 
 static void mpti_plan_sum(mpt_memory_plan *p, const mpt_trainer *t, int64_t num_chunks) {
@@ -13318,12 +13427,36 @@ static void mpti_plan_sum(mpt_memory_plan *p, const mpt_trainer *t, int64_t num_
                      sizeof(mpti_parameter) * (size_t)t->num_parameters +
                      mpti_optimizer_bytes(num_chunks, t->num_parameters);
     mpti_plan_arenas(p, bytes);
-    p->total = 0;
+    mpti_plan_device_arenas(t, num_chunks, bytes);
+    p->staging = 4 * t->device.slot_bytes + bytes[MPTI_DECISIONS] + bytes[MPTI_MIRROR];
+    p->total = 4 * t->device.slot_bytes;
     for (i = 0; i < MPTI_NUM_ARENAS; i++) {
         p->total += bytes[i];
         if (bytes[i]) p->bookkeeping += sizeof(mpt_arena);
     }
     p->total += p->bookkeeping;
+}
+
+/* Custom layers work where their functions were written for. Other layers that change with the
+   step's number keep it from being recorded. */
+static mpt_result mpti_trainer_check_layers(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    bool on_device = mpti_on_device(t);
+    int v;
+
+    t->device.can_record = on_device;
+    for (v = 1; v < m->num_nodes; v++) {
+        const mpti_node *node = &m->nodes[v];
+        if (node->kind == MPTI_KIND_DROPOUT || node->kind == MPTI_KIND_CUSTOM)
+            t->device.can_record = false;
+        if (node->kind != MPTI_KIND_CUSTOM || (node->custom.on_device != 0) == on_device) continue;
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_UNSUPPORTED,
+                         "layer %s: its functions take %s memory (mpt_custom_desc.on_device is "
+                         "%d), and the backend is %s",
+                         node->name, on_device ? "host" : "device", node->custom.on_device,
+                         t->ctx->backend->name);
+    }
+    return MPT_OK;
 }
 
 /* Sets t's net, layout and plan, from its model, desc and batch size. Allocates nothing: the layout
@@ -13349,7 +13482,8 @@ static mpt_result mpti_trainer_make_plan(mpt_trainer *t) {
     if (rc)
         return MPTI_FAIL(&t->ctx->error, rc, "infer of layer %s refused %d records: %s",
                          m->nodes[t->net.failed].name, t->net.capacity, mpt_result_string(rc));
-    t->num_rows = mpti_trainer_num_rows(&t->desc);
+    t->num_rows = mpti_trainer_num_rows(&t->desc, mpti_on_device(t));
+    t->device.slot_bytes = mpti_slot_bytes(t);
     t->num_parameters = mpti_list_parameters(m, &t->desc.optimizer, NULL, &num_chunks);
     memset(p, 0, sizeof *p);
     p->weights = full || cast ? floats : halves;
@@ -13375,11 +13509,19 @@ static mpt_result mpti_trainer_prepare(mpt_trainer *t, mpt_model *m, const mpt_t
     t->ctx = m->ctx;
     t->model = m;
     t->desc = mpt_trainer_desc_defaults(desc);
+    if (mpti_on_device(t) && (!desc || desc->precision == MPT_PRECISION_DEFAULT)) {
+        mpt_trainer_desc fp16;
+        memset(&fp16, 0, sizeof fp16);
+        if (desc) fp16 = *desc;
+        fp16.precision = MPT_PRECISION_FP16; /* whatever the host's processor can */
+        t->desc = mpt_trainer_desc_defaults(&fp16);
+    }
     t->batch_size = batch_size;
     if (m->logits < 0)
         return MPTI_FAIL(&m->ctx->error, MPT_ERR_INVALID_STATE,
                          "the model isn't finished: call mpt_model_finish first");
     rc = mpti_trainer_desc_check(&t->desc, batch_size, m->ctx);
+    if (rc == MPT_OK) rc = mpti_trainer_check_layers(t);
     return rc ? rc : mpti_trainer_make_plan(t);
 }
 
@@ -13393,6 +13535,177 @@ MPT_API mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_desc *desc, in
     rc = mpti_trainer_prepare(&t, m, desc, batch_size);
     if (rc == MPT_OK) *plan = t.plan;
     return mpti_report(m->ctx, rc);
+}
+
+/* ---- making a trainer ------------------------------------------------------------------------ */
+static mpt_result mpti_trainer_open_arenas(mpt_trainer *t, int64_t num_chunks) {
+    static const char *const purposes[MPTI_NUM_ARENAS] = {
+        "weights",     "master weights", "gradients",          "optimizer state",
+        "activations", "workspace",      "batch norm's statistics",
+        "staging",     "a mirror of weights on the host"};
+    size_t bytes[MPTI_NUM_ARENAS];
+    bool on_device = mpti_on_device(t);
+    mpt_arena_desc d;
+    mpt_result rc = MPT_OK;
+    int i;
+
+    mpti_plan_arenas(&t->plan, bytes);
+    mpti_plan_device_arenas(t, num_chunks, bytes);
+    memset(&d, 0, sizeof d);
+    for (i = 0; i < MPTI_NUM_ARENAS && rc == MPT_OK; i++) {
+        if (bytes[i] == 0) continue;
+        d.capacity_bytes = bytes[i];
+        d.purpose = purposes[i];
+        rc = mpti_arena_open(t->ctx, &d, on_device && i != MPTI_MIRROR, &t->arenas[i]);
+    }
+    if (rc != MPT_ERR_OUT_OF_MEMORY && rc != MPT_ERR_OUT_OF_DEVICE_MEMORY) return rc;
+    return MPTI_FAIL(&t->ctx->error, rc,
+                     "no %smemory for %s (%.1f MB of %.1f MB that training takes): lower the "
+                     "batch size, or raise slices",
+                     rc == MPT_ERR_OUT_OF_MEMORY ? "" : "device ", purposes[i - 1], (double)bytes[i - 1] / 1e6, (double)t->plan.total / 1e6);
+}
+
+static float *mpti_trainer_floats(mpt_trainer *t, int arena, int64_t count) { /* NULL for none */
+    return count ? (float *)mpti_arena_take(t->arenas[arena], (size_t)count * sizeof(float)) : NULL;
+}
+
+/* ---- on a device --------------------------------------------------------------------------------
+   Arenas are the device's memory, and what decides a step lies there too (mpt_step_state), so that
+   the host begins a step and never waits for it: it reads the report of the step before. What is
+   learned has a mirror on the host, filled when somebody asks and uploaded when it was set. */
+static void *mpti_device_take(mpt_trainer *t, size_t bytes) {
+    return mpti_arena_take(t->arenas[MPTI_DECISIONS], bytes);
+}
+
+/* Hands out both arenas, exactly as mpti_plan_device_arenas counted. */
+static void mpti_device_place(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    mpti_device *d = &t->device;
+    size_t records = (size_t)t->net.capacity, segments = (size_t)t->num_parameters;
+    size_t chunks = (size_t)t->optimizer.num_chunks;
+    int64_t params = m->num_params;
+
+    d->state = (mpt_step_state *)mpti_device_take(t, sizeof *d->state);
+    d->evaluation = (mpt_softmax_stats *)mpti_device_take(t, sizeof *d->evaluation);
+    d->probabilities = (float *)mpti_device_take(
+        t, records * (size_t)m->nodes[m->logits].c * sizeof(float));
+    d->labels = (int32_t *)mpti_device_take(t, records * sizeof(int32_t));
+    d->momentum = (float *)mpti_device_take(t, (size_t)m->num_stats * sizeof(float));
+    d->ratios = (float *)mpti_device_take(t, segments * sizeof(float));
+    d->sums = (double *)mpti_device_take(t, chunks * 2 * sizeof(double));
+    d->chunks = (mpt_update_chunk *)mpti_device_take(t, chunks * sizeof *d->chunks);
+    d->segments = (mpt_update_segment *)mpti_device_take(t, segments * sizeof *d->segments);
+    t->host.masters = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    if (t->first) t->host.first = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    if (t->second) t->host.second = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    t->host.running = mpti_trainer_floats(t, MPTI_MIRROR, m->num_stats);
+}
+
+/* The lists of the update, in one piece of host memory each before they go there. */
+static mpt_result mpti_device_put_chunks(mpt_trainer *t) {
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    const mpti_optimizer *o = &t->optimizer;
+    size_t bytes = sizeof(mpt_update_chunk) * (size_t)o->num_chunks;
+    mpt_update_chunk *list = (mpt_update_chunk *)mpti_calloc(a, 1, bytes);
+    mpt_result rc;
+    int64_t i;
+
+    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
+    for (i = 0; i < o->num_chunks; i++) {
+        list[i].offset = (int64_t)o->chunks[i].offset;
+        list[i].count = (int)o->chunks[i].count;
+        list[i].segment = (int)o->chunks[i].segment;
+    }
+    rc = t->net.backend->upload(t->net.self, t->device.chunks, list, bytes);
+    mpti_free(a, list, bytes);
+    return rc;
+}
+
+static mpt_result mpti_device_put_segments(mpt_trainer *t) {
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    size_t bytes = sizeof(mpt_update_segment) * (size_t)t->num_parameters;
+    mpt_update_segment *list = (mpt_update_segment *)mpti_calloc(a, 1, bytes);
+    int64_t i, chunk = 0;
+    mpt_result rc;
+
+    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
+    for (i = 0; i < t->num_parameters; i++) {
+        list[i].first_chunk = chunk;
+        list[i].num_chunks = mpti_parameter_chunks(t->parameters[i].count);
+        list[i].decays = t->parameters[i].decays;
+        list[i].adapts = t->parameters[i].adapts;
+        chunk += list[i].num_chunks;
+    }
+    rc = t->net.backend->upload(t->net.self, t->device.segments, list, bytes);
+    mpti_free(a, list, bytes);
+    return rc;
+}
+
+static mpt_result mpti_device_put_momentum(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    mpt_result rc = MPT_OK;
+    mpt_fill_args a;
+    int v;
+
+    a.dtype = MPT_F32;
+    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
+        if (m->nodes[v].kind != MPTI_KIND_BATCHNORM) continue;
+        a.dst = t->device.momentum + m->nodes[v].stat_offset;
+        a.count = 2 * m->nodes[v].c;
+        a.value = m->nodes[v].momentum;
+        rc = t->net.backend->fill(t->net.self, &a);
+    }
+    return rc;
+}
+
+static mpt_result mpti_device_open(mpt_trainer *t) {
+    mpt_result rc = t->net.backend->stage_reserve(t->net.self, t->device.slot_bytes);
+
+    if (rc == MPT_OK) rc = mpti_device_put_chunks(t);
+    if (rc == MPT_OK) rc = mpti_device_put_segments(t);
+    return rc ? rc : mpti_device_put_momentum(t);
+}
+
+static void mpti_device_close(mpt_trainer *t) {
+    int i;
+
+    for (i = 0; i < MPTI_RECORDINGS; i++)
+        if (t->device.recordings[i])
+            t->net.backend->forget(t->net.self, t->device.recordings[i]);
+}
+
+/* Each row of what is learned to its mirror, or back. */
+static mpt_result mpti_device_move(mpt_trainer *t, float *there, float *here, int64_t count,
+                                   bool fetch) {
+    size_t bytes = (size_t)count * sizeof(float);
+
+    if (!here || count == 0) return MPT_OK;
+    return fetch ? t->net.backend->download(t->net.self, here, there, bytes)
+                 : t->net.backend->upload(t->net.self, there, here, bytes);
+}
+
+static mpt_result mpti_device_move_learned(mpt_trainer *t, bool fetch) {
+    int64_t params = t->model->num_params;
+    mpt_result rc = mpti_device_move(t, t->masters, t->host.masters, params, fetch);
+
+    if (rc == MPT_OK) rc = mpti_device_move(t, t->first, t->host.first, params, fetch);
+    if (rc == MPT_OK) rc = mpti_device_move(t, t->second, t->host.second, params, fetch);
+    if (rc) return rc;
+    return mpti_device_move(t, t->running, t->host.running, t->model->num_stats, fetch);
+}
+
+/* Sets all that a step goes on from: t->host, the scaler, the optimizer's counters. */
+static mpt_result mpti_device_put(mpt_trainer *t) {
+    mpt_step_state s;
+    mpt_result rc = mpti_device_move_learned(t, false);
+
+    memset(&s, 0, sizeof s);
+    s.scaler = t->scaler;
+    s.applied_steps = t->optimizer.applied_steps;
+    s.beta1_power = t->optimizer.beta1_power;
+    s.beta2_power = t->optimizer.beta2_power;
+    s.first_nonfinite = -1;
+    return rc ? rc : t->net.backend->upload(t->net.self, t->device.state, &s, sizeof s);
 }
 
 /* The 16-bit copy follows the masters. */
@@ -13431,41 +13744,15 @@ static mpt_result mpti_trainer_widen(mpt_trainer *t) {
     return rc;
 }
 
-/* After weights were set from outside. */
+/* After t->host, the scaler or the optimizer's counters were set from outside. */
 static mpt_result mpti_trainer_weights_changed(mpt_trainer *t) {
-    mpt_result rc = mpti_trainer_narrow(t);
+    mpt_result rc = mpti_on_device(t) ? mpti_device_put(t) : MPT_OK;
+
+    if (rc == MPT_OK) rc = mpti_trainer_narrow(t);
     return rc ? rc : mpti_trainer_widen(t);
 }
 
-/* ---- making a trainer ------------------------------------------------------------------------ */
-static mpt_result mpti_trainer_open_arenas(mpt_trainer *t) {
-    static const char *const purposes[MPTI_NUM_ARENAS] = {
-        "weights",     "master weights", "gradients",          "optimizer state",
-        "activations", "workspace",      "batch norm's statistics"};
-    size_t bytes[MPTI_NUM_ARENAS];
-    mpt_arena_desc d;
-    mpt_result rc = MPT_OK;
-    int i;
-
-    mpti_plan_arenas(&t->plan, bytes);
-    memset(&d, 0, sizeof d);
-    for (i = 0; i < MPTI_NUM_ARENAS && rc == MPT_OK; i++) {
-        if (bytes[i] == 0) continue;
-        d.capacity_bytes = bytes[i];
-        d.purpose = purposes[i];
-        rc = mpt_arena_create(t->ctx, &d, &t->arenas[i]);
-    }
-    if (rc != MPT_ERR_OUT_OF_MEMORY) return rc;
-    return MPTI_FAIL(&t->ctx->error, rc,
-                     "no memory for %s (%.1f MB of %.1f MB that training takes): lower the batch "
-                     "size, or raise slices",
-                     purposes[i - 1], (double)bytes[i - 1] / 1e6, (double)t->plan.total / 1e6);
-}
-
-static float *mpti_trainer_floats(mpt_trainer *t, int arena, int64_t count) { /* NULL for none */
-    return count ? (float *)mpti_arena_take(t->arenas[arena], (size_t)count * sizeof(float)) : NULL;
-}
-
+/* ---- making a trainer: placing, and putting it together ------------------------------------- */
 /* Hands out the arenas, which are exactly as large as that. */
 static void mpti_trainer_place(mpt_trainer *t) {
     int64_t params = t->model->num_params, stats = t->model->num_stats;
@@ -13487,6 +13774,11 @@ static void mpti_trainer_place(mpt_trainer *t) {
     t->inv_std = mpti_trainer_floats(t, MPTI_STATISTICS, stats / 2);
     for (i = 0; i < t->num_rows; i++)
         t->rows[i] = mpti_trainer_floats(t, MPTI_GRADIENTS, params + stats);
+    t->host.masters = t->masters;
+    t->host.first = t->first;
+    t->host.second = t->second;
+    t->host.running = t->running;
+    if (mpti_on_device(t)) mpti_device_place(t);
     t->net.masters = t->masters;
     t->net.weights = t->half ? (const void *)t->half : (const void *)t->masters;
     t->net.running = t->running;
@@ -13520,6 +13812,7 @@ MPT_API void mpt_trainer_destroy(mpt_trainer *t) {
 
     if (!t) return;
     a = &t->ctx->desc.allocator;
+    mpti_device_close(t);
     mpti_optimizer_close(&t->optimizer);
     mpti_free(a, t->parameters, sizeof *t->parameters * (size_t)t->num_parameters);
     if (t->net.layout.places != t->model->places)
@@ -13539,18 +13832,19 @@ MPT_API mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc
     if (!t)
         return MPTI_REPORT(m->ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a trainer");
     rc = mpti_trainer_prepare(t, m, desc, batch_size);
-    if (rc == MPT_OK) rc = mpti_trainer_open_arenas(t);
     if (rc == MPT_OK) rc = mpti_trainer_make_lists(t);
+    if (rc == MPT_OK) rc = mpti_trainer_open_arenas(t, t->optimizer.num_chunks);
     if (rc == MPT_OK) {
         mpti_trainer_place(t);
-        rc = mpti_model_init(m, t->desc.seed, t->masters, t->running);
+        mpt_loss_scaler_init(&t->scaler, &t->desc.loss_scaler);
+        rc = mpti_model_init(m, t->desc.seed, t->host.masters, t->host.running);
     }
+    if (rc == MPT_OK && mpti_on_device(t)) rc = mpti_device_open(t);
     if (rc == MPT_OK) rc = mpti_trainer_weights_changed(t);
     if (rc) {
         mpt_trainer_destroy(t);
         return mpti_report(m->ctx, rc);
     }
-    mpt_loss_scaler_init(&t->scaler, &t->desc.loss_scaler);
     t->seconds = mpti_seconds();
     *out = t;
     return MPT_OK;
@@ -13604,6 +13898,34 @@ static void mpti_trainer_begin_pass(mpt_trainer *t, int64_t step, int64_t index)
     t->net.grad_scale = 1 / (float)((int64_t)t->batch_size * t->desc.accumulate_steps);
     t->net.loss_scale = &t->scaler.scale;
     t->net.stats = &t->stats;
+    if (!mpti_on_device(t)) return;
+    t->net.loss_scale = &t->device.state->scaler.scale;
+    t->net.stats = &t->device.state->stats;
+}
+
+static mpt_result mpti_trainer_forward_backward(mpt_trainer *t) {
+    mpt_result rc = mpti_net_forward(&t->net);
+
+    if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
+    return rc ? rc : mpti_net_backward(&t->net);
+}
+
+/* Forward and backward; full microbatches behind the first step are recorded once and replayed. */
+static mpt_result mpti_device_forward_backward(mpt_trainer *t) {
+    const mpt_backend *b = t->net.backend;
+    void **recording = &t->device.recordings[t->depth];
+    mpt_result rc, ended;
+
+    if (t->step == 0 || t->net.num_valid != t->net.capacity)
+        return mpti_trainer_forward_backward(t);
+    if (!*recording) {
+        rc = b->record_begin(t->net.self);
+        if (rc) return rc;
+        rc = mpti_trainer_forward_backward(t);
+        ended = b->record_end(t->net.self, recording);
+        if (rc || ended) return rc ? rc : ended;
+    }
+    return b->replay(t->net.self, *recording);
 }
 
 static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mpt_dtype dtype) {
@@ -13611,9 +13933,9 @@ static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mp
     mpt_result rc;
 
     mpti_trainer_begin_pass(t, t->step, t->microbatches);
-    rc = mpti_net_forward(&t->net, images, dtype);
-    if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
-    if (rc == MPT_OK) rc = mpti_net_backward(&t->net);
+    rc = mpti_net_input(&t->net, images, dtype);
+    if (rc == MPT_OK && t->device.can_record) rc = mpti_device_forward_backward(t);
+    else if (rc == MPT_OK) rc = mpti_trainer_forward_backward(t);
     /* weighted by records, so that sums of rows are means over all of them; of none they are NaN */
     weigh.x = t->rows[t->depth] + t->model->num_params;
     weigh.count = t->model->num_stats;
@@ -13623,7 +13945,8 @@ static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mp
     t->num_samples += t->net.num_valid;
     t->weight[t->depth++] = 1;
     t->microbatches++;
-    while (rc == MPT_OK && t->depth > 1 && t->weight[t->depth - 1] == t->weight[t->depth - 2])
+    while (rc == MPT_OK && t->depth > 1 &&
+           (t->weight[t->depth - 1] == t->weight[t->depth - 2] || mpti_on_device(t)))
         rc = mpti_trainer_merge(t);
     return rc;
 }
@@ -13709,34 +14032,69 @@ static mpt_result mpti_trainer_check_training(const mpt_trainer *t, const mpt_ba
     return mpti_trainer_check_labels(t, b, *capacity);
 }
 
-/* Points the net at n records from slot on. Returns their pictures. */
-static const void *mpti_trainer_point(mpt_trainer *t, const mpt_batch *b, int64_t slot, int64_t n) {
+/* The records that the net was pointed at go there. Labels get a place that never changes, for
+   recorded operators. */
+static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images) {
+    const mpt_backend *b = t->net.backend;
+    size_t n = (size_t)t->net.num_valid, labels_at = mpti_align(n * picture);
+    size_t ids_at = labels_at + mpti_align(n * sizeof(int32_t));
+    size_t bytes = ids_at + n * sizeof(uint64_t);
+    mpt_copy_args copy;
+    void *host, *there;
+    mpt_result rc = b->stage_begin(t->net.self, &host);
+
+    if (rc) return rc;
+    memcpy(host, *images, n * picture);
+    if (t->net.labels)
+        memcpy((uint8_t *)host + labels_at, t->net.labels, n * sizeof(int32_t));
+    if (t->net.sample_ids)
+        memcpy((uint8_t *)host + ids_at, t->net.sample_ids, n * sizeof(uint64_t));
+    rc = b->stage_end(t->net.self, bytes, &there);
+    if (rc) return rc;
+    *images = there;
+    if (t->net.sample_ids) t->net.sample_ids = (const uint64_t *)((uint8_t *)there + ids_at);
+    if (!t->net.labels) return MPT_OK;
+    copy.src = (const uint8_t *)there + labels_at;
+    copy.dst = t->device.labels;
+    copy.bytes = n * sizeof(int32_t);
+    t->net.labels = t->device.labels;
+    return b->copy(t->net.self, &copy);
+}
+
+/* Points the net at n records from slot on, and *images at their pictures. */
+static mpt_result mpti_trainer_point(mpt_trainer *t, const mpt_batch *b, int64_t slot, int64_t n,
+                                     const void **images) {
     size_t picture = (size_t)mpti_node_elements(&t->model->nodes[MPT_INPUT]) *
                      mpt_dtype_size(b->images.dtype);
 
     t->net.num_valid = (int)n;
     t->net.labels = b->labels.data ? (const int32_t *)b->labels.data + slot : NULL;
     t->net.sample_ids = b->sample_ids ? b->sample_ids + slot : NULL;
-    return (const uint8_t *)b->images.data + picture * (size_t)slot;
+    *images = (const uint8_t *)b->images.data + picture * (size_t)slot;
+    return mpti_on_device(t) ? mpti_device_stage(t, picture, images) : MPT_OK;
 }
 
 /* The same for microbatch number i of a batch: a slice of a lane. */
-static const void *mpti_trainer_slice(mpt_trainer *t, const mpt_batch *b, int64_t i) {
+static mpt_result mpti_trainer_slice(mpt_trainer *t, const mpt_batch *b, int64_t i,
+                                     const void **images) {
     int64_t lane = i / t->desc.slices, first = i % t->desc.slices * t->net.capacity;
     int64_t n = mpti_lane_valid(b, lane, t->batch_size) - first;
 
     n = n < 0 ? 0 : n < t->net.capacity ? n : t->net.capacity;
-    return mpti_trainer_point(t, b, lane * t->batch_size + first, n);
+    return mpti_trainer_point(t, b, lane * t->batch_size + first, n, images);
 }
 
 MPT_API mpt_result mpt_trainer_accumulate(mpt_trainer *t, const mpt_batch *batch) {
+    const void *images;
     int64_t capacity, i;
     mpt_result rc;
 
     if (!t || !batch) return MPT_ERR_INVALID_ARGUMENT;
     rc = mpti_trainer_check_training(t, batch, &capacity);
-    for (i = 0; i < mpti_lane_count(batch) * t->desc.slices && rc == MPT_OK; i++)
-        rc = mpti_trainer_microbatch(t, mpti_trainer_slice(t, batch, i), batch->images.dtype);
+    for (i = 0; i < mpti_lane_count(batch) * t->desc.slices && rc == MPT_OK; i++) {
+        rc = mpti_trainer_slice(t, batch, i, &images);
+        if (rc == MPT_OK) rc = mpti_trainer_microbatch(t, images, batch->images.dtype);
+    }
     if (rc && i > 0) mpti_trainer_begin_step(t); /* half a batch is worth nothing */
     return mpti_report(t->ctx, rc);
 }
@@ -13752,12 +14110,15 @@ typedef struct mpti_update { /* what the lines of mpt_trainer_apply tell each ot
     mpti_params params;
 } mpti_update;
 
+static mpt_result mpti_trainer_no_record(const mpt_trainer *t) {
+    return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
+                     "mpt_trainer_apply: no record was accumulated");
+}
+
 static mpt_result mpti_trainer_begin_update(mpt_trainer *t, mpti_update *u) {
     double fitting = (double)t->batch_size * t->desc.accumulate_steps;
 
-    if (t->num_samples == 0)
-        return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
-                         "mpt_trainer_apply: no record was accumulated");
+    if (t->num_samples == 0) return mpti_trainer_no_record(t);
     memset(u, 0, sizeof *u);
     u->scale = t->scaler.scale;
     u->unscale = (float)(fitting / ((double)u->scale * (double)t->num_samples));
@@ -13796,16 +14157,21 @@ static void mpti_trainer_update_statistics(mpt_trainer *t, const mpti_update *u)
     }
 }
 
-/* Names the first inf or NaN in the summed row, for the message that ends a run. */
-static mpt_result mpti_trainer_stuck(const mpt_trainer *t) {
+static int64_t mpti_trainer_first_nonfinite(const mpt_trainer *t) { /* in the summed row */
+    int64_t i = 0, end = t->model->num_params + t->model->num_stats;
+
+    while (i < end && mpti_is_finite(t->rows[0][i])) i++;
+    return i;
+}
+
+/* Names element i of the summed row, the first inf or NaN, in the message that ends a run. */
+static mpt_result mpti_trainer_stuck(const mpt_trainer *t, int64_t i) {
     const mpt_model *m = t->model;
     const char *name = "?";
-    int64_t i = 0, element = 0;
-    bool gradient;
+    int64_t element = 0;
+    bool gradient = i < m->num_params;
     int v;
 
-    while (i < m->num_params + m->num_stats && mpti_is_finite(t->rows[0][i])) i++;
-    gradient = i < m->num_params;
     for (v = 1; v < m->num_nodes; v++) {
         const mpti_node *node = &m->nodes[v];
         int64_t first = gradient ? node->param_offset : m->num_params + node->stat_offset;
@@ -13868,15 +14234,107 @@ static void mpti_trainer_report(mpt_trainer *t, const mpti_update *u, mpt_step_r
     t->seconds = now;
 }
 
+/* ---- the step on a device -------------------------------------------------------------------- */
+/* Reads the report of one step, and what the host has to know of its outcome. */
+static mpt_result mpti_device_report(mpt_trainer *t, int64_t step) {
+    double now;
+    mpt_step_state s;
+    mpt_result rc = t->net.backend->update_wait(t->net.self, step, &s);
+
+    if (rc) return rc;
+    now = mpti_seconds();
+    t->last = s.report;
+    t->last.seconds = now - t->seconds;
+    t->seconds = now;
+    t->scaler = s.scaler;
+    t->optimizer.applied_steps = s.applied_steps;
+    t->optimizer.beta1_power = s.beta1_power;
+    t->optimizer.beta2_power = s.beta2_power;
+    t->device.reported = step;
+    if (!mpt_loss_scaler_is_stuck(&t->scaler)) return MPT_OK;
+    return mpti_trainer_stuck(t, s.first_nonfinite);
+}
+
+static mpt_result mpti_device_sync(mpt_trainer *t) {
+    mpt_result rc = MPT_OK;
+
+    while (rc == MPT_OK && t->device.reported < t->step)
+        rc = mpti_device_report(t, t->device.reported + 1);
+    return rc;
+}
+
+/* Makes t->host, the scaler and the counters what they are after the last step. */
+static mpt_result mpti_trainer_fetch(mpt_trainer *t) {
+    mpt_result rc;
+
+    if (!mpti_on_device(t)) return MPT_OK;
+    rc = mpti_device_sync(t);
+    if (rc == MPT_ERR_INVALID_STATE) rc = MPT_OK; /* stuck, but what was learned is there */
+    return rc ? rc : mpti_device_move_learned(t, true);
+}
+
+static void mpti_device_update_args(const mpt_trainer *t, mpt_update_args *a) {
+    const mpti_device *d = &t->device;
+    int i;
+
+    memset(a, 0, sizeof *a);
+    a->state = d->state;
+    a->weights = t->masters;
+    a->row = t->rows[0];
+    a->first = t->first;
+    a->second = t->second;
+    a->half = t->half;
+    a->half_dtype = t->net.operand;
+    a->running = t->running;
+    a->momentum = d->momentum;
+    a->chunks = d->chunks;
+    a->segments = d->segments;
+    a->sums = d->sums;
+    a->ratios = d->ratios;
+    a->num_params = t->model->num_params;
+    a->num_stats = t->model->num_stats;
+    a->num_chunks = t->optimizer.num_chunks;
+    a->num_segments = t->num_parameters;
+    a->optimizer = t->desc.optimizer;
+    a->step = t->step;
+    a->num_samples = t->num_samples;
+    a->fitting = (double)t->batch_size * t->desc.accumulate_steps;
+    a->first_applied = t->optimizer.applied_steps;
+    for (i = 0; i < (int)(sizeof a->rates / sizeof a->rates[0]); i++)
+        a->rates[i] = mpt_schedule_rate(&t->desc.schedule, t->desc.optimizer.learning_rate,
+                                        a->first_applied + i, t->desc.total_steps);
+}
+
+/* The lines of mpt_trainer_apply, begun on the device. At most two steps are under way, so the
+   learning rate is one of the next two; the report is that of the step before. */
+static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out) {
+    mpt_update_args a;
+    mpt_result rc;
+
+    if (t->num_samples == 0) return mpti_trainer_no_record(t);
+    t->step++;
+    mpti_device_update_args(t, &a);
+    rc = t->net.backend->update(t->net.self, &a);
+    if (rc == MPT_OK) rc = mpti_trainer_widen(t);
+    mpti_trainer_begin_step(t);
+    while (rc == MPT_OK && t->device.reported < t->step - 1)
+        rc = mpti_device_report(t, t->device.reported + 1);
+    *out = t->last;
+    return rc;
+}
+
+/* ---- the step in nine lines ------------------------------------------------------------------ */
 /* One optimizer step in nine lines. The order is the point of them: gradients of all lanes first
    meet, then one look at the sum decides for all ranks alike; they are unscaled before clipping,
    weight decay and momentum see them, with the scale of their own backward pass; and a skipped step
-   leaves weights, moments and statistics as they were, to the bit. */
+   leaves weights, moments and statistics as they were, to the bit. On a device >>update of
+   kernels.cu has the same lines. */
 MPT_API mpt_result mpt_trainer_apply(mpt_trainer *t, mpt_step_report *out) {
     mpti_update u;
     mpt_result rc;
 
     if (!t || !out) return MPT_ERR_INVALID_ARGUMENT;
+    if (mpti_on_device(t)) return mpti_report(t->ctx, mpti_device_apply(t, out));
     rc = mpti_trainer_begin_update(t, &u);                 /* >>train:  whose scale, how many */
     if (!rc) rc = mpti_trainer_reduce(t);                  /* >>train:  rows meet in one sum */
     if (!rc) rc = mpti_trainer_check_gradients(t, &u);     /* >>optim:  inf or NaN? the norm */
@@ -13885,7 +14343,8 @@ MPT_API mpt_result mpt_trainer_apply(mpt_trainer *t, mpt_step_report *out) {
     if (!rc) rc = mpti_trainer_update_weights(t, &u);      /* >>optim:  unscale ... update */
     if (!rc) mpti_trainer_update_statistics(t, &u);        /* >>layers: batch norm's memory */
     if (!rc) mpti_trainer_report(t, &u, out);              /* >>train:  what happened */
-    if (!rc && mpt_loss_scaler_is_stuck(&t->scaler)) rc = mpti_trainer_stuck(t); /* >>scaler */
+    if (!rc && mpt_loss_scaler_is_stuck(&t->scaler))       /* >>scaler: no hope? */
+        rc = mpti_trainer_stuck(t, mpti_trainer_first_nonfinite(t));
     mpti_trainer_begin_step(t);
     return mpti_report(t->ctx, rc);
 }
@@ -13904,6 +14363,10 @@ MPT_API mpt_result mpt_trainer_step(mpt_trainer *t, const mpt_batch *batch, mpt_
 
 MPT_API mpt_result mpt_trainer_sync(mpt_trainer *t, mpt_step_report *out) {
     if (!t || !out) return MPT_ERR_INVALID_ARGUMENT;
+    if (mpti_on_device(t)) {
+        mpt_result rc = mpti_device_sync(t);
+        if (rc) return mpti_report(t->ctx, rc);
+    }
     if (t->last.step == 0)
         return MPTI_REPORT(t->ctx, MPT_ERR_INVALID_STATE,
                            "mpt_trainer_sync: no step has been taken yet");
@@ -13929,15 +14392,24 @@ MPT_API mpt_trainer_info mpt_trainer_get_info(const mpt_trainer *t) {
    since, so all numbers are the same; gradients go to a row that the next step overwrites. */
 static mpt_result mpti_overflow_look(mpti_net *net, int v, const char *tensor, const void *data,
                                      int64_t count, mpt_dtype dtype, mpt_overflow *out) {
+    const mpt_allocator *a = &net->model->ctx->desc.allocator;
+    size_t bytes = (size_t)count * mpt_dtype_size(dtype);
+    void *copy = NULL;
     mpt_tensor t;
-    mpt_result rc;
+    mpt_result rc = MPT_OK;
 
     memset(&t, 0, sizeof t);
     t.data = (void *)(uintptr_t)data;
     t.dims[0] = count;
     t.num_dims = 1;
     t.dtype = dtype;
-    rc = mpt_tensor_autopsy(&t, out->scale, net->operand, &out->values);
+    if (net->backend->download) {
+        t.data = copy = mpti_alloc(a, bytes);
+        if (!copy) return MPTI_NO_MEMORY(&net->model->ctx->error, "no memory to look at a tensor");
+        rc = net->backend->download(net->self, copy, data, bytes);
+    }
+    if (rc == MPT_OK) rc = mpt_tensor_autopsy(&t, out->scale, net->operand, &out->values);
+    mpti_free(a, copy, bytes);
     if (rc || out->values.first_bad < 0) return rc;
     if (!strcmp(tensor, "output")) out->values.largest_scale = 0; /* no scale is in it */
     out->found = 1;
@@ -14007,12 +14479,13 @@ static mpt_result mpti_trainer_find_overflow(mpt_trainer *t, const mpt_batch *b,
     memset(out, 0, sizeof *out);
     out->scale = scale;
     for (i = 0; i < mpti_lane_count(b) * t->desc.slices && rc == MPT_OK && !out->found; i++) {
-        const void *images = mpti_trainer_slice(t, b, i);
+        const void *images;
         mpti_trainer_begin_pass(t, t->step - 1, i);
         t->net.grad_scale *= scale;
         t->net.loss_scale = NULL;
-        t->net.stats = &ignored;
-        rc = mpti_overflow_forward(&t->net, images, b->images.dtype, out);
+        t->net.stats = mpti_on_device(t) ? t->device.evaluation : &ignored;
+        rc = mpti_trainer_slice(t, b, i, &images);
+        if (rc == MPT_OK) rc = mpti_overflow_forward(&t->net, images, b->images.dtype, out);
         if (rc == MPT_OK && !out->found) rc = mpti_overflow_backward(&t->net, out);
         if (rc) rc = mpti_trainer_step_failed(t, rc);
     }
@@ -14042,6 +14515,9 @@ MPT_API mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch, m
     mpt_result rc;
 
     if (!t || !batch || !out) return MPT_ERR_INVALID_ARGUMENT;
+    rc = mpti_on_device(t) ? mpti_device_sync(t) : MPT_OK;
+    if (rc == MPT_ERR_INVALID_STATE) rc = MPT_OK; /* stuck: that is what is asked about */
+    if (rc) return mpti_report(t->ctx, rc);
     if (!t->last.skipped || t->microbatches > 0)
         return MPTI_REPORT(t->ctx, MPT_ERR_INVALID_STATE,
                            "mpt_trainer_autopsy: the last step was not skipped, "
@@ -14056,23 +14532,49 @@ MPT_API mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch, m
 
 /* ---- evaluation ------------------------------------------------------------------------------ */
 
+static mpt_result mpti_device_clear_evaluation(mpt_trainer *t) {
+    mpt_softmax_stats zeros;
+
+    memset(&zeros, 0, sizeof zeros);
+    return t->net.backend->upload(t->net.self, t->device.evaluation, &zeros, sizeof zeros);
+}
+
+static mpt_result mpti_device_add_evaluation(mpt_trainer *t, mpt_softmax_stats *stats) {
+    mpt_softmax_stats s;
+    mpt_result rc = t->net.backend->download(t->net.self, &s, t->device.evaluation, sizeof s);
+
+    if (rc) return rc;
+    stats->loss += s.loss;
+    stats->num_labeled += s.num_labeled;
+    stats->num_correct += s.num_correct;
+    stats->num_correct_top5 += s.num_correct_top5;
+    return MPT_OK;
+}
+
 /* Forward in inference mode over n records of one lane, piece by piece. */
 static mpt_result mpti_trainer_infer(mpt_trainer *t, const mpt_batch *b, int64_t first, int64_t n,
                                      float *probabilities, mpt_softmax_stats *stats) {
     int classes = t->model->nodes[t->model->logits].c;
+    bool on_device = mpti_on_device(t);
     int64_t at, piece;
-    mpt_result rc = MPT_OK;
+    mpt_result rc = on_device ? mpti_device_clear_evaluation(t) : MPT_OK;
 
     t->net.training = false;
-    t->net.stats = stats;
+    t->net.stats = on_device ? t->device.evaluation : stats;
     for (at = 0; at < n && rc == MPT_OK; at += piece) {
+        float *out = probabilities ? probabilities + at * classes : NULL;
         const void *images;
         piece = n - at < t->net.capacity ? n - at : t->net.capacity;
-        images = mpti_trainer_point(t, b, first + at, piece);
-        t->net.probabilities = probabilities ? probabilities + at * classes : NULL;
-        rc = mpti_net_forward(&t->net, images, b->images.dtype);
+        t->net.probabilities = out && on_device ? t->device.probabilities : out;
+        rc = mpti_trainer_point(t, b, first + at, piece, &images);
+        if (rc == MPT_OK) rc = mpti_net_input(&t->net, images, b->images.dtype);
+        if (rc == MPT_OK) rc = mpti_net_forward(&t->net);
         if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
+        if (rc == MPT_OK && out && on_device)
+            rc = t->net.backend->download(t->net.self, out, t->device.probabilities,
+                                          sizeof *out * (size_t)(piece * classes));
     }
+    if (rc == MPT_OK && on_device) rc = mpti_device_add_evaluation(t, stats);
     t->net.probabilities = NULL;
     return rc ? mpti_trainer_step_failed(t, rc) : MPT_OK;
 }
@@ -14985,11 +15487,14 @@ static void mpti_sha256_floats(mpti_sha256 *s, const float *x, int64_t n) {
 
 MPT_API mpt_result mpt_trainer_sha256(mpt_trainer *t, char hex[65]) {
     mpti_sha256 s;
+    mpt_result rc;
 
     if (!t || !hex) return MPT_ERR_INVALID_ARGUMENT;
+    rc = mpti_trainer_fetch(t);
+    if (rc) return mpti_report(t->ctx, rc);
     mpti_sha256_init(&s);
-    mpti_sha256_floats(&s, t->masters, t->model->num_params);
-    mpti_sha256_floats(&s, t->running,
+    mpti_sha256_floats(&s, t->host.masters, t->model->num_params);
+    mpti_sha256_floats(&s, t->host.running,
                        t->model->num_stats); /* mean and var of each, in model order */
     mpti_sha256_finish(&s, hex);
     return MPT_OK;
@@ -15030,10 +15535,10 @@ static bool mpti_torch_tensor(const mpt_trainer *t, int v, mpti_torch_part part,
     out->num_dims = 1;
     out->dims[0] = out->count = out->channels = node->c;
     if (part >= MPTI_TORCH_MEAN) {
-        out->data = t->running + node->stat_offset + (part == MPTI_TORCH_VAR ? node->c : 0);
+        out->data = t->host.running + node->stat_offset + (part == MPTI_TORCH_VAR ? node->c : 0);
         return true;
     }
-    out->data = t->masters + node->param_offset;
+    out->data = t->host.masters + node->param_offset;
     if (part == MPTI_TORCH_BIAS) out->data += norm ? node->c : mpti_node_weights(node);
     if (part == MPTI_TORCH_BIAS || norm) return true;
     out->count = mpti_node_weights(node);
@@ -15121,7 +15626,8 @@ MPT_API mpt_result mpt_trainer_export(mpt_trainer *t, const mpt_export_desc *des
     memset(&d, 0, sizeof d);
     d.path = desc->path;
     d.io = desc->io;
-    rc = mpt_safetensors_writer_open(t->ctx, &d, &w);
+    rc = mpti_trainer_fetch(t);
+    if (rc == MPT_OK) rc = mpt_safetensors_writer_open(t->ctx, &d, &w);
     for (i = 0; i < desc->num_metadata && rc == MPT_OK; i++)
         rc = mpt_safetensors_writer_add_metadata(w, desc->metadata[i].key, desc->metadata[i].value);
     if (rc == MPT_OK) rc = mpti_export_all(t, w, buffer, &tracked);
@@ -15193,6 +15699,7 @@ MPT_API mpt_result mpt_trainer_import(mpt_trainer *t, const mpt_io *io, const ch
     d.io = io;
     rc = mpt_safetensors_open(t->ctx, &d, &s);
     if (rc == MPT_OK) rc = mpti_import_walk(t, s, path, buffer, false);
+    if (rc == MPT_OK) rc = mpti_trainer_fetch(t); /* moments stay what they are */
     if (rc == MPT_OK) rc = mpti_import_walk(t, s, path, buffer, true);
     if (rc == MPT_OK) rc = mpti_trainer_weights_changed(t);
     mpt_safetensors_close(s);
@@ -15223,10 +15730,10 @@ static void mpti_checkpoint_rows(mpt_trainer *t, mpti_checkpoint_row rows[MPTI_C
         rows[i].name = names[i];
         rows[i].count = t->model->num_params;
     }
-    rows[0].data = t->masters;
-    rows[1].data = t->first;
-    rows[2].data = t->second;
-    rows[3].data = t->model->num_stats ? t->running : NULL;
+    rows[0].data = t->host.masters;
+    rows[1].data = t->host.first;
+    rows[2].data = t->host.second;
+    rows[3].data = t->model->num_stats ? t->host.running : NULL;
     rows[3].count = t->model->num_stats;
 }
 
@@ -15290,6 +15797,8 @@ MPT_API mpt_result mpt_trainer_save(mpt_trainer *t, mpt_loader *data, const mpt_
     d.path = path;
     d.io = io;
     d.checksum = 1;
+    rc = mpti_trainer_fetch(t);
+    if (rc) return mpti_report(t->ctx, rc);
     mpti_checkpoint_rows(t, rows);
     mpti_checkpoint_counters(t, counters);
     rc = data ? mpt_loader_get_state(data, &position) : MPT_OK;
@@ -15443,6 +15952,7 @@ static void mpti_checkpoint_take(mpt_trainer *t, const float *buffer, const int6
     mpti_optimizer_resume(&t->optimizer, c[1]);
     t->desc.seed = t->net.seed = (uint64_t)c[7];
     memset(&t->last, 0, sizeof t->last);
+    t->device.reported = t->step; /* what is under way belongs to the past */
     mpti_trainer_begin_step(t);
 }
 
