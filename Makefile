@@ -139,10 +139,9 @@ device-check: ## all kernel tests and benchmarks on this machine's GPU: at most 
 # Programs of tests/cuda/ for a GPU. cuDNN is what one of them compares with, where its header is.
 CUDNN_HOME  ?= $(patsubst %/include/cudnn.h,%,$(firstword $(wildcard $(CUDA_HOME)/include/cudnn.h \
                                                                      /usr/include/cudnn.h)))
-CUDNN_FLAGS  = $(if $(CUDNN_HOME),-DBENCH_CUDNN -isystem $(CUDNN_HOME)/include \
-                 $(foreach d,lib lib64,-L$(CUDNN_HOME)/$(d) -Wl$(comma)-rpath$(comma)$(CUDNN_HOME)/$(d)))
-CUDNN_LIBS   = $(if $(CUDNN_HOME),-lcudnn)
-comma       := ,
+CUDNN_DIRS   = $(wildcard $(CUDNN_HOME)/lib64 $(CUDNN_HOME)/lib)
+CUDNN_FLAGS  = $(if $(CUDNN_HOME),-DBENCH_CUDNN -isystem $(CUDNN_HOME)/include)
+CUDNN_LIBS   = $(if $(CUDNN_HOME),$(CUDNN_DIRS:%=-L% -Wl,-rpath,%) -lcudnn)
 
 $(BUILD)/cuda/bench_device: tests/cuda/bench_device.c $(BUILD)/kernels.o $(HEADERS) $(BUILD)/flags
 	@mkdir -p $(@D)

@@ -14,9 +14,9 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 . tests/checks.sh
 
-packages="nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-nvrtc-cu12==12.9.86
-          nvidia-cuda-runtime-cu12==12.9.79 nvidia-cuda-cccl-cu12==12.9.27
-          nvidia-cuda-nvdisasm==13.5.37"
+packages=(nvidia-cuda-nvcc-cu12==12.9.86 nvidia-cuda-nvrtc-cu12==12.9.86
+    nvidia-cuda-runtime-cu12==12.9.79 nvidia-cuda-cccl-cu12==12.9.27
+    nvidia-cuda-nvdisasm==13.5.37)
 venv=build/cuda12
 out=build/check-arch
 source=${1:-kernels.cu}
@@ -25,13 +25,12 @@ trap 'rm -rf "$work"' EXIT
 
 # The stamp is written last, so that half an installation is done again.
 have_compiler() {
-    [ "$(cat "$venv/packages" 2>/dev/null)" = "$packages" ] && return
+    [ "$(cat "$venv/packages" 2>/dev/null)" = "${packages[*]}" ] && return
     rm -rf "$venv"
     {
         python3 -m venv "$venv" &&
-            # shellcheck disable=SC2086
-            "$venv/bin/pip" install --disable-pip-version-check $packages &&
-            echo "$packages" >"$venv/packages"
+            "$venv/bin/pip" install --disable-pip-version-check "${packages[@]}" &&
+            echo "${packages[*]}" >"$venv/packages"
     } >"$work/install" 2>&1 </dev/null
 }
 
