@@ -86,13 +86,16 @@
  *   >>position    3.4 Position: where a loader stands, saved and restored
  *   >>tensor      4 Tensors: arenas
  *   >>cpu         5 CPU ops: convolution, dense, batch norm, pools, dropout, softmax cross entropy
+ *   >>cuda        6 CUDA backend: streams, staging, cuBLAS, launches of kernels.cu
  *   >>layers      7 Layers: shapes and parameters, one step forward, one step backward
  *   >>model       8 Model: a list of layers, finished and laid out; the zoo
  *   >>optim       9 Loss and optimizer
  *   >>scaler      10 Loss scaling
- *   >>train       12.1 Trainer: the plan, microbatches, the step, evaluation
- *   >>safetensors 12.2 Files of tensors: SHA-256, JSON, safetensors
- *   >>state       12.3 State: hash, export and import, checkpoints
+ *   >>train       12.1 Trainer: the plan, microbatches, the step
+ *   >>evaluate    12.2 Beside training: evaluation, prediction, the autopsy of a skipped step
+ *   >>device      12.3 A trainer on a device: its memory, staging, recordings, reports
+ *   >>safetensors 12.4 Files of tensors: SHA-256, JSON, safetensors
+ *   >>state       12.5 State: hash, export and import, checkpoints
  */
 
 /* =================================================================================================
@@ -132,7 +135,7 @@
  *   records    are found in them, and their checksums compared            >>tfrecord >>example
  *   pictures   are decoded, cut, mirrored                                 >>image
  *   a batch    is put together from lanes, in an order of its own         >>loader
- *   values     go forward through the model, layer by layer               >>layers >>cpu
+ *   values     go forward through the model, layer by layer               >>layers >>cpu >>cuda
  *   the loss   is computed in FP32, and multiplied by the loss scale      >>cpu (softmax)
  *   gradients  go backward through the same layers, scaled                >>layers
  *   sums       of all lanes meet in a tree                                >>train
@@ -141,7 +144,8 @@
  *              and rounded to 16 bits for the next batch                  >>optim
  *   a report   tells what happened; a checkpoint keeps all of it          >>train >>state
  *
- * The last four, but for the checkpoint, are the nine lines of mpt_trainer_apply.
+ * The last four, but for the checkpoint, are the nine lines of mpt_trainer_apply. On a GPU they are
+ * the section >>update of kernels.cu: the host begins them and goes on with the next batch.
  */
 
 /* =================================================================================================
@@ -204,6 +208,8 @@
  *   name                    where              effect
  *   MPTRAIN_IMPLEMENTATION  one file           compiles the implementation there
  *   MPTRAIN_STATIC          that same file     every function is static: a private copy
+ *   MPTRAIN_CUDA            implementation     mpt_backend_cuda(): link kernels.o, made by nvcc of
+ *                                              kernels.cu, and -lcublas -lcudart
  *   MPTRAIN_ZLIB            implementation     GZIP and ZLIB records, through zlib (-lz)
  *   MPTRAIN_NO_IMAGE        implementation     no decoder; pictures are MPT_ERR_UNSUPPORTED
  *   MPTRAIN_NO_THREADS      implementation     no threads; the caller does all the work
@@ -1646,6 +1652,10 @@ int mptk_update(const mpt_update_args *a, void *stream);
 #ifdef MPTRAIN_ZLIB
 #include <zlib.h>
 #endif
+#ifdef MPTRAIN_CUDA
+#include <cublas_v2.h>
+#include <cuda_runtime_api.h>
+#endif
 #if defined(__GLIBC__) && !defined(__USE_XOPEN2K8)
 #error "POSIX 2008 is hidden: include mptrain.h first, or build with -D_POSIX_C_SOURCE=200809L"
 #endif
@@ -1685,6 +1695,9 @@ MPT_API const char *mpt_version(void) {
 
 MPT_API const char *mpt_build_info(void) {
     return "mptrain " MPT_VERSION_STRING ", abi 2, options:"
+#ifdef MPTRAIN_CUDA
+           " cuda"
+#endif
 #ifdef MPTRAIN_ZLIB
            " zlib"
 #endif
@@ -2048,7 +2061,7 @@ static float mpti_f32_from_bits(uint32_t u) {
 
 MPT_API uint16_t mpt_f32_to_f16(float x) {
     uint32_t u = mpti_f32_bits(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
-    uint32_t mantissa, shift, q, rest, half;
+    uint32_t mantissa, shift, q, rest, halfway;
 
     if (a > 0x7f800000u)
         return (uint16_t)(sign | 0x7e00u | (a >> 13 & 0x3ffu)); /* NaN, made quiet */
@@ -2062,8 +2075,8 @@ MPT_API uint16_t mpt_f32_to_f16(float x) {
     shift = 126u - (a >> 23); /* 14 .. 24: in units of 2^-24 */
     q = mantissa >> shift;
     rest = mantissa & ((1u << shift) - 1u);
-    half = 1u << (shift - 1u);
-    if (rest > half || (rest == half && (q & 1u))) q++;
+    halfway = 1u << (shift - 1u);
+    if (rest > halfway || (rest == halfway && (q & 1u))) q++;
     return (uint16_t)(sign | q);
 }
 
@@ -6120,15 +6133,16 @@ static bool mpti_axis_is_copy(const mpti_axis *a) {
 
 /* How many source pixels output i is made of, from *first on. Their weights sum to 1. */
 static int mpti_axis_weights(const mpti_axis *a, int i, int *first, uint32_t *weights) {
-    int64_t half = (int64_t)MPTI_SUBPIXELS * a->out, sum = 0, j;
+    int64_t middle = (int64_t)MPTI_SUBPIXELS * a->out, sum = 0, j;
     int64_t centre = 2 * a->out * a->start + (2 * i + 1) * a->length;
-    int64_t low = centre - a->reach + half, high = (centre + a->reach + half - 1) / (2 * half);
+    int64_t low = centre - a->reach + middle;
+    int64_t high = (centre + a->reach + middle - 1) / (2 * middle);
 
-    low = low < 0 ? 0 : low / (2 * half);
+    low = low < 0 ? 0 : low / (2 * middle);
     if (high > a->size) high = a->size;
-    for (j = low; j < high; j++) sum += a->reach - llabs((2 * j + 1) * half - centre);
+    for (j = low; j < high; j++) sum += a->reach - llabs((2 * j + 1) * middle - centre);
     for (j = low; j < high; j++) {
-        int64_t weight = a->reach - llabs((2 * j + 1) * half - centre); /* below 2^38 */
+        int64_t weight = a->reach - llabs((2 * j + 1) * middle - centre); /* below 2^38 */
         weights[j - low] = (uint32_t)(((weight << MPTI_WEIGHT_BITS) + sum / 2) / sum);
     }
     *first = (int)low;
@@ -10824,9 +10838,838 @@ MPT_API const mpt_backend *mpt_backend_cpu(void) {
     return &table;
 }
 
+/* =================================================================================================
+ * >>cuda   6 CUDA backend: streams, staging, cuBLAS, launches of kernels.cu
+ * =================================================================================================
+ *
+ * Problem: a device computes while the host prepares; each wait for it costs more than a kernel.
+ * Idea:    one stream computes, one copies the next batch in. Entries check their arguments, begin
+ *          a kernel and return. Dense layers and plain 1x1 convolutions are matrix products, which
+ *          cuBLAS has; the rest is in kernels.cu. Two reports are under way, never three.
+ * Shapes:  slot 0: host (pinned) -copy-> device | slot 1 the same;  compute reads one, copy fills
+ *          the other; report[step % 2] comes back behind the update.
+ * Tested:  tests/cuda/: on a GPU, or on the CPU by tests/cuda_on_cpu/
+ * Next:    >>layers, which calls these entries or those of >>cpu.
+ */
 #ifndef MPTRAIN_CUDA
 MPT_API const mpt_backend *mpt_backend_cuda(void) { return NULL; }
-#endif
+#else
+
+enum { MPTI_CUDA_SLOTS = 2, MPTI_CUDA_REPORTS = 2 };
+
+typedef struct mpti_cuda_slot {
+    void *host, *device;              /* [slot_bytes] */
+    cudaEvent_t copied, consumed;     /* has come; is no longer read */
+    bool was_copied, was_consumed;    /* these events have been recorded */
+} mpti_cuda_slot;
+
+typedef struct mpti_cuda {
+    mpt_ctx *ctx;
+    int device, arch; /* arch: 80 for compute capability 8.0 */
+    char name[32];    /* "sm_80" */
+    cudaStream_t compute, copy;
+    cublasHandle_t blas;
+    void *blas_workspace;
+    mpti_cuda_slot slots[MPTI_CUDA_SLOTS];
+    size_t slot_bytes;
+    int slot; /* the one that was begun last */
+    mpt_step_state *reports; /* [MPTI_CUDA_REPORTS] pinned */
+    cudaEvent_t reported[MPTI_CUDA_REPORTS];
+} mpti_cuda;
+
+/* ---- errors ---------------------------------------------------------------------------------- */
+static mpt_result mpti_cuda_fail(mpti_cuda *c, int error, const char *domain, const char *text) {
+    bool no_memory = !strcmp(domain, "cuda") && error == (int)cudaErrorMemoryAllocation;
+
+    (void)MPTI_FAIL(&c->ctx->error, no_memory ? MPT_ERR_OUT_OF_DEVICE_MEMORY : MPT_ERR_DEVICE,
+                    "%s", text);
+    c->ctx->error.native_code = error;
+    c->ctx->error.native_domain = domain;
+    return mpti_report(c->ctx, c->ctx->error.code);
+}
+
+/* what: the operation and its shapes. */
+static mpt_result mpti_cuda_result(mpti_cuda *c, int error, const char *what) {
+    char text[384];
+
+    if (error == (int)cudaSuccess) return MPT_OK;
+    snprintf(text, sizeof text, "%s on %s (device %d): %s: %s", what, c->name, c->device,
+             cudaGetErrorName((cudaError_t)error), cudaGetErrorString((cudaError_t)error));
+    return mpti_cuda_fail(c, error, "cuda", text);
+}
+
+static mpt_result mpti_cublas_result(mpti_cuda *c, cublasStatus_t status, const char *what) {
+    char text[384];
+
+    if (status == CUBLAS_STATUS_SUCCESS) return MPT_OK;
+    snprintf(text, sizeof text, "%s on %s (device %d): %s", what, c->name, c->device,
+             cublasGetStatusString(status));
+    return mpti_cuda_fail(c, (int)status, "cublas", text);
+}
+
+/* Is it for this device? Several contexts of one thread may have one each. */
+static mpt_result mpti_cuda_enter(mpti_cuda *c) {
+    return mpti_cuda_result(c, (int)cudaSetDevice(c->device), "cudaSetDevice");
+}
+
+/* ---- memory, staging, recording -------------------------------------------------------------- */
+static mpt_result mpti_cuda_alloc(void *self, size_t bytes, void **out) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    size_t available = 0, total = 0;
+    char what[128];
+    cudaError_t error;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    error = cudaMalloc(out, bytes);
+    if (error == cudaSuccess) return MPT_OK;
+    (void)cudaGetLastError(); /* out of memory leaves the device usable */
+    (void)cudaMemGetInfo(&available, &total);
+    snprintf(what, sizeof what, "cudaMalloc of %.1f MB, of %.1f MB %.1f MB are free,",
+             (double)bytes / 1e6, (double)total / 1e6, (double)available / 1e6);
+    return mpti_cuda_result(c, (int)error, what);
+}
+
+static void mpti_cuda_free(void *self, void *p) {
+    mpti_cuda *c = (mpti_cuda *)self;
+
+    if (p && mpti_cuda_enter(c) == MPT_OK) (void)cudaFree(p); /* waits for what still uses it */
+}
+
+static mpt_result mpti_cuda_copy_now(mpti_cuda *c, void *dst, const void *src, size_t bytes,
+                                     enum cudaMemcpyKind kind, const char *what) {
+    cudaError_t error;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc || bytes == 0) return rc;
+    error = cudaMemcpyAsync(dst, src, bytes, kind, c->compute);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(c->compute);
+    return mpti_cuda_result(c, (int)error, what);
+}
+
+static mpt_result mpti_cuda_upload(void *self, void *dst, const void *src, size_t bytes) {
+    return mpti_cuda_copy_now((mpti_cuda *)self, dst, src, bytes, cudaMemcpyHostToDevice,
+                              "upload");
+}
+
+static mpt_result mpti_cuda_download(void *self, void *dst, const void *src, size_t bytes) {
+    return mpti_cuda_copy_now((mpti_cuda *)self, dst, src, bytes, cudaMemcpyDeviceToHost,
+                              "download");
+}
+
+static void mpti_cuda_stage_release(mpti_cuda *c) {
+    int i;
+
+    for (i = 0; i < MPTI_CUDA_SLOTS; i++) {
+        if (c->slots[i].device) (void)cudaFree(c->slots[i].device);
+        if (c->slots[i].host) (void)cudaFreeHost(c->slots[i].host);
+        c->slots[i].device = c->slots[i].host = NULL;
+        c->slots[i].was_copied = c->slots[i].was_consumed = false;
+    }
+    c->slot_bytes = 0;
+}
+
+/* Trainers of one context share the slots, which are as large as the largest needs. */
+static mpt_result mpti_cuda_stage_reserve(void *self, size_t bytes) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    cudaError_t error = cudaSuccess;
+    mpt_result rc = mpti_cuda_enter(c);
+    int i;
+
+    if (rc || bytes <= c->slot_bytes) return rc;
+    rc = mpti_cuda_result(c, (int)cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    if (rc) return rc;
+    mpti_cuda_stage_release(c);
+    for (i = 0; i < MPTI_CUDA_SLOTS && rc == MPT_OK; i++) {
+        rc = mpti_cuda_alloc(self, bytes, &c->slots[i].device);
+        if (rc) break;
+        error = cudaMallocHost(&c->slots[i].host, bytes);
+        if (error != cudaSuccess) {
+            (void)cudaGetLastError();
+            rc = MPTI_REPORT(c->ctx, MPT_ERR_OUT_OF_MEMORY,
+                             "no %.1f MB of pinned host memory to stage batches: %s",
+                             (double)bytes / 1e6, cudaGetErrorString(error));
+        }
+    }
+    if (rc) mpti_cuda_stage_release(c);
+    else c->slot_bytes = bytes;
+    return rc;
+}
+
+static mpt_result mpti_cuda_stage_begin(void *self, void **host) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpti_cuda_slot *last = &c->slots[c->slot], *next = &c->slots[(c->slot + 1) % MPTI_CUDA_SLOTS];
+    cudaError_t error = cudaSuccess;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    if (last->was_copied) { /* what began until now is all that reads it */
+        error = cudaEventRecord(last->consumed, c->compute);
+        last->was_consumed = true;
+    }
+    if (error == cudaSuccess && next->was_copied) error = cudaEventSynchronize(next->copied);
+    c->slot = (c->slot + 1) % MPTI_CUDA_SLOTS;
+    *host = next->host;
+    return mpti_cuda_result(c, (int)error, "staging a batch");
+}
+
+static mpt_result mpti_cuda_stage_end(void *self, size_t bytes, void **data) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpti_cuda_slot *s = &c->slots[c->slot];
+    cudaError_t error = cudaSuccess;
+
+    if (bytes > c->slot_bytes)
+        return MPTI_REPORT(c->ctx, MPT_ERR_INTERNAL, "a batch of %zu bytes for a slot of %zu",
+                           bytes, c->slot_bytes);
+    if (s->was_consumed) error = cudaStreamWaitEvent(c->copy, s->consumed, 0);
+    if (error == cudaSuccess)
+        error = cudaMemcpyAsync(s->device, s->host, bytes, cudaMemcpyHostToDevice, c->copy);
+    if (error == cudaSuccess) error = cudaEventRecord(s->copied, c->copy);
+    if (error == cudaSuccess) error = cudaStreamWaitEvent(c->compute, s->copied, 0);
+    s->was_copied = true;
+    *data = s->device;
+    return mpti_cuda_result(c, (int)error, "copying a batch");
+}
+
+static mpt_result mpti_cuda_record_begin(void *self) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    return mpti_cuda_result(
+        c, (int)cudaStreamBeginCapture(c->compute, cudaStreamCaptureModeThreadLocal),
+        "cudaStreamBeginCapture");
+}
+
+static mpt_result mpti_cuda_record_end(void *self, void **recording) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    cudaError_t error = cudaStreamEndCapture(c->compute, &graph);
+
+    if (error == cudaSuccess) error = cudaGraphInstantiate(&exec, graph, 0);
+    if (graph) (void)cudaGraphDestroy(graph);
+    *recording = (void *)exec;
+    return mpti_cuda_result(c, (int)error, "recording a step as a CUDA graph");
+}
+
+static mpt_result mpti_cuda_replay(void *self, void *recording) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    return mpti_cuda_result(c, (int)cudaGraphLaunch((cudaGraphExec_t)recording, c->compute),
+                            "cudaGraphLaunch");
+}
+
+static void mpti_cuda_forget(void *self, void *recording) {
+    (void)self;
+    (void)cudaGraphExecDestroy((cudaGraphExec_t)recording);
+}
+
+static void *mpti_cuda_stream(void *self) { return (void *)((mpti_cuda *)self)->compute; }
+
+/* ---- what every operator checks first -------------------------------------------------------- */
+
+/* Kernels read 16 bytes at once and count elements in 31 bits. */
+static mpt_result mpti_cuda_check(mpti_cuda *c, const char *op, mpt_dtype dtype, double elements,
+                                  const void *const *pointers, int num_pointers) {
+    int i;
+
+    if (elements >= 2147483648.0)
+        return mpti_op_error(c->ctx, op, "a tensor has 2^31 elements or more: cut the batch");
+    if (dtype == MPT_BF16 && c->arch < 80)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "%s: BF16 needs compute capability 8.0, this device has %d.%d: use FP16",
+                           op, c->arch / 10, c->arch % 10);
+    for (i = 0; i < num_pointers; i++)
+        if ((uintptr_t)pointers[i] % 16 != 0)
+            return MPTI_REPORT(c->ctx, MPT_ERR_INVALID_ARGUMENT,
+                               "%s: tensors must be aligned to 16 bytes, one is at %p", op,
+                               (void *)(uintptr_t)pointers[i]);
+    return mpti_cuda_enter(c);
+}
+
+/* ---- convolution and dense ------------------------------------------------------------------- */
+
+/* rows x in by out: a dense layer, or a 1x1 convolution whose pixels are the rows. cuBLAS counts in
+   columns first: what is (rows, in) here is (in, rows) to it. */
+typedef struct mpti_cuda_gemm {
+    const char *op;
+    int64_t rows, rows_valid;
+    int in, out;
+    mpt_dtype dtype;
+} mpti_cuda_gemm;
+
+static cudaDataType_t mpti_cuda_type(mpt_dtype dtype) {
+    return dtype == MPT_F32 ? CUDA_R_32F : dtype == MPT_F16 ? CUDA_R_16F : CUDA_R_16BF;
+}
+
+/* c (m,n) = op(a) op(b), all column-major; sums in FP32. */
+static mpt_result mpti_cuda_multiply(mpti_cuda *c, const mpti_cuda_gemm *g, bool transpose_a,
+                                     bool transpose_b, int64_t m, int64_t n, int64_t k,
+                                     const void *a, const void *b, void *out, mpt_dtype out_type) {
+    const float one = 1, zero = 0;
+    char what[160];
+    cublasStatus_t status = cublasGemmEx(
+        c->blas, transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+        (int)m, (int)n, (int)k, &one, a, mpti_cuda_type(g->dtype), (int)(transpose_a ? k : m), b,
+        mpti_cuda_type(g->dtype), (int)(transpose_b ? n : k), &zero, out, mpti_cuda_type(out_type),
+        (int)m, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+
+    snprintf(what, sizeof what, "%s: cublasGemmEx of %lld rows, %d in, %d out", g->op,
+             (long long)g->rows_valid, g->in, g->out);
+    return mpti_cublas_result(c, status, what);
+}
+
+static mpt_result mpti_cuda_zero(mpti_cuda *c, const char *op, void *p, mpt_dtype dtype,
+                                 int64_t begin, int64_t end) {
+    size_t size = mpt_dtype_size(dtype);
+
+    if (begin >= end) return MPT_OK;
+    return mpti_cuda_result(c, (int)cudaMemsetAsync((uint8_t *)p + (size_t)begin * size, 0,
+                                                    (size_t)(end - begin) * size, c->compute), op);
+}
+
+static mpt_result mpti_cuda_gemm_fprop(mpti_cuda *c, const mpti_cuda_gemm *g, const void *x,
+                                       const void *w, const float *bias, void *y) {
+    mpt_result rc = MPT_OK;
+
+    if (g->rows_valid > 0) {
+        rc = mpti_cuda_multiply(c, g, true, false, g->out, g->rows_valid, g->in, w, x, y, g->dtype);
+        if (rc == MPT_OK && bias)
+            rc = mpti_cuda_result(
+                c, mptk_add_bias(y, bias, g->rows_valid, g->out, g->dtype, c->compute), g->op);
+    }
+    if (rc) return rc;
+    return mpti_cuda_zero(c, g->op, y, g->dtype, g->rows_valid * g->out, g->rows * g->out);
+}
+
+static mpt_result mpti_cuda_gemm_dgrad(mpti_cuda *c, const mpti_cuda_gemm *g, const void *dy,
+                                       const void *w, void *dx) {
+    mpt_result rc = MPT_OK;
+
+    if (g->rows_valid > 0)
+        rc = mpti_cuda_multiply(c, g, false, false, g->in, g->rows_valid, g->out, w, dy, dx,
+                                g->dtype);
+    if (rc) return rc;
+    return mpti_cuda_zero(c, g->op, dx, g->dtype, g->rows_valid * g->in, g->rows * g->in);
+}
+
+static mpt_result mpti_cuda_gemm_wgrad(mpti_cuda *c, const mpti_cuda_gemm *g, const void *x,
+                                       const void *dy, float *dw, float *dbias, void *workspace) {
+    mpt_result rc;
+
+    if (g->rows_valid == 0) {
+        rc = mpti_cuda_zero(c, g->op, dw, MPT_F32, 0, (int64_t)g->out * g->in);
+        if (rc || !dbias) return rc;
+        return mpti_cuda_zero(c, g->op, dbias, MPT_F32, 0, g->out);
+    }
+    rc = mpti_cuda_multiply(c, g, false, true, g->in, g->out, g->rows_valid, x, dy, dw, MPT_F32);
+    if (rc || !dbias) return rc;
+    return mpti_cuda_result(
+        c, mptk_sum_columns(dy, dbias, g->rows_valid, g->out, g->dtype, workspace, c->compute),
+        g->op);
+}
+
+/* Is it a plain matrix product? FP32 is not: kernels.cu has the exact one. */
+static bool mpti_cuda_gemm_of(const mpt_conv2d_args *a, const char *op, mpti_cuda_gemm *g) {
+    g->op = op;
+    g->rows = (int64_t)a->n * a->h * a->wd;
+    g->rows_valid = (int64_t)a->num_valid * a->h * a->wd;
+    g->in = a->c;
+    g->out = a->k;
+    g->dtype = a->dtype;
+    return a->r == 1 && a->s == 1 && a->stride == 1 && a->padding == 0 && a->dtype != MPT_F32;
+}
+
+static mpt_result mpti_cuda_conv2d_result(mpti_cuda *c, int error, const char *op,
+                                          const mpt_conv2d_args *a) {
+    char what[256];
+
+    if (error == (int)cudaSuccess) return MPT_OK;
+    snprintf(what, sizeof what,
+             "%s (%s) of x (%d,%d,%d,%d), w (%d,%d,%d,%d), stride %d, padding %d", op,
+             mptk_conv2d_fprop_kernel(a), a->n, a->h, a->wd, a->c, a->k, a->r, a->s, a->c,
+             a->stride, a->padding);
+    return mpti_cuda_result(c, error, what);
+}
+
+static size_t mpti_cuda_kernel_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
+    if (direction == MPTI_FPROP) return mptk_conv2d_fprop_workspace_bytes(a);
+    return direction == MPTI_DGRAD ? mptk_conv2d_dgrad_workspace_bytes(a)
+                                   : mptk_conv2d_wgrad_workspace_bytes(a);
+}
+
+static size_t mpti_cuda_filter_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
+    return (size_t)a->k * (size_t)a->r * (size_t)a->s * (size_t)a->c *
+           (direction == MPTI_WGRAD ? sizeof(float) : mpt_dtype_size(a->dtype));
+}
+
+static size_t mpti_cuda_conv2d_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
+    mpti_cuda_gemm g;
+
+    if (mpti_cuda_gemm_of(a, NULL, &g))
+        return direction == MPTI_WGRAD ? mptk_sum_columns_workspace_bytes(g.rows, g.out) : 0;
+    return mpti_align(mpti_cuda_kernel_bytes(a, direction)) + mpti_cuda_filter_bytes(a, direction);
+}
+
+/* Filters and their gradients lie in flat rows, wherever the layer before ends, but kernels want
+   them at multiples of 16 bytes: then behind the workspace there is room for a copy. */
+static mpt_result mpti_cuda_conv2d_launch(mpti_cuda *c, const mpt_conv2d_args *a,
+                                          mpti_direction direction, const char *op) {
+    mpt_conv2d_args b = *a;
+    uint8_t *aligned = (uint8_t *)a->workspace + mpti_align(mpti_cuda_kernel_bytes(a, direction));
+    size_t bytes = mpti_cuda_filter_bytes(a, direction);
+    cudaError_t error = cudaSuccess;
+
+    if (direction == MPTI_WGRAD) {
+        if ((uintptr_t)a->dw % 16) b.dw = (float *)(void *)aligned;
+        error = (cudaError_t)mptk_conv2d_wgrad(&b, c->compute);
+        if (error == cudaSuccess && b.dw != a->dw)
+            error = cudaMemcpyAsync(a->dw, b.dw, bytes, cudaMemcpyDeviceToDevice, c->compute);
+        return mpti_cuda_conv2d_result(c, (int)error, op, a);
+    }
+    if ((uintptr_t)a->w % 16) {
+        b.w = aligned;
+        error = cudaMemcpyAsync(aligned, a->w, bytes, cudaMemcpyDeviceToDevice, c->compute);
+    }
+    if (error == cudaSuccess)
+        error = (cudaError_t)(direction == MPTI_FPROP ? mptk_conv2d_fprop(&b, c->compute)
+                                                      : mptk_conv2d_dgrad(&b, c->compute));
+    return mpti_cuda_conv2d_result(c, (int)error, op, a);
+}
+
+static mpt_result mpti_cuda_conv2d(void *self, const mpt_conv2d_args *a, mpti_direction direction,
+                                   const char *op) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->dy, a->y, a->dx, a->workspace};
+    const double input = (double)a->n * a->h * a->wd * (a->c + 7.0);
+    const double output = (double)a->n * a->p * a->q * (a->k + 7.0);
+    mpti_cuda_gemm g;
+    mpt_result rc = mpti_check_conv2d(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, input > output ? input : output, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(c->ctx, op, a->workspace, a->workspace_bytes,
+                                  mpti_cuda_conv2d_bytes(a, direction));
+    if (rc) return rc;
+    if (mpti_cuda_gemm_of(a, op, &g)) {
+        if (direction == MPTI_FPROP)
+            return mpti_cuda_gemm_fprop(c, &g, a->x, a->w, a->bias, a->y);
+        if (direction == MPTI_DGRAD) return mpti_cuda_gemm_dgrad(c, &g, a->dy, a->w, a->dx);
+        return mpti_cuda_gemm_wgrad(c, &g, a->x, a->dy, a->dw, a->dbias, a->workspace);
+    }
+    return mpti_cuda_conv2d_launch(c, a, direction, op);
+}
+
+static mpt_result mpti_cuda_dense(void *self, const mpt_dense_args *a, mpti_direction direction,
+                                  const char *op) {
+    mpt_conv2d_args conv = mpti_dense_as_conv2d(a);
+    mpt_result rc = mpti_check_dense(((mpti_cuda *)self)->ctx, op, a);
+
+    return rc ? rc : mpti_cuda_conv2d(self, &conv, direction, op);
+}
+
+/* 0 for shapes that the entry itself will refuse. */
+static size_t mpti_cuda_conv2d_checked_bytes(void *self, const mpt_conv2d_args *a,
+                                             mpti_direction direction) {
+    if (mpti_check_conv2d(((mpti_cuda *)self)->ctx, "workspace_bytes", a)) return 0;
+    return mpti_cuda_conv2d_bytes(a, direction);
+}
+
+/* As in >>cpu: four entries of the table. */
+#define MPTI_CUDA_CONV_ENTRIES(name, direction) \
+    static mpt_result mpti_cuda_conv2d_##name(void *self, const mpt_conv2d_args *a) { \
+        return mpti_cuda_conv2d(self, a, direction, "conv2d_" #name); \
+    } \
+    static size_t mpti_cuda_conv2d_##name##_bytes(void *self, const mpt_conv2d_args *a) { \
+        return mpti_cuda_conv2d_checked_bytes(self, a, direction); \
+    } \
+    static mpt_result mpti_cuda_dense_##name(void *self, const mpt_dense_args *a) { \
+        return mpti_cuda_dense(self, a, direction, "dense_" #name); \
+    } \
+    static size_t mpti_cuda_dense_##name##_bytes(void *self, const mpt_dense_args *a) { \
+        mpt_conv2d_args conv = mpti_dense_as_conv2d(a); \
+        return mpti_cuda_conv2d_checked_bytes(self, &conv, direction); \
+    }
+MPTI_CUDA_CONV_ENTRIES(fprop, MPTI_FPROP)
+MPTI_CUDA_CONV_ENTRIES(dgrad, MPTI_DGRAD)
+MPTI_CUDA_CONV_ENTRIES(wgrad, MPTI_WGRAD)
+
+/* ---- the other operators --------------------------------------------------------------------- */
+static size_t mpti_cuda_batchnorm_bytes(void *self, const mpt_batchnorm_args *a) {
+    if (mpti_check_batchnorm(((mpti_cuda *)self)->ctx, "workspace_bytes", a)) return 0;
+    return mptk_batchnorm_workspace_bytes(a);
+}
+
+static mpt_result mpti_cuda_batchnorm(void *self, const mpt_batchnorm_args *a, const char *op,
+                                      int (*launch)(const mpt_batchnorm_args *, void *)) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->residual, a->y, a->dy, a->dx, a->dresidual};
+    char what[128];
+    mpt_result rc = mpti_check_batchnorm(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->h * a->wd * a->c, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(c->ctx, op, a->workspace, a->workspace_bytes,
+                                  mptk_batchnorm_workspace_bytes(a));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of x (%d,%d,%d,%d)", op, a->n, a->h, a->wd, a->c);
+    return mpti_cuda_result(c, launch(a, c->compute), what);
+}
+
+static mpt_result mpti_cuda_batchnorm_forward(void *self, const mpt_batchnorm_args *a) {
+    return mpti_cuda_batchnorm(self, a, "batchnorm_forward", mptk_batchnorm_forward);
+}
+
+static mpt_result mpti_cuda_batchnorm_backward(void *self, const mpt_batchnorm_args *a) {
+    return mpti_cuda_batchnorm(self, a, "batchnorm_backward", mptk_batchnorm_backward);
+}
+
+static mpt_result mpti_cuda_pointwise(void *self, const mpt_pointwise_args *a, const char *op,
+                                      int (*launch)(const mpt_pointwise_args *, void *)) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->a, a->b, a->y};
+    char what[128];
+    mpt_result rc = mpti_check_pointwise(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * (double)a->per_sample, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of (%d,%lld)", op, a->n, (long long)a->per_sample);
+    return mpti_cuda_result(c, launch(a, c->compute), what);
+}
+
+static mpt_result mpti_cuda_relu_forward(void *self, const mpt_pointwise_args *a) {
+    return mpti_cuda_pointwise(self, a, "relu_forward", mptk_relu_forward);
+}
+
+static mpt_result mpti_cuda_relu_backward(void *self, const mpt_pointwise_args *a) {
+    return mpti_cuda_pointwise(self, a, "relu_backward", mptk_relu_backward);
+}
+
+static mpt_result mpti_cuda_add(void *self, const mpt_pointwise_args *a) {
+    return mpti_cuda_pointwise(self, a, "add", mptk_add);
+}
+
+static mpt_result mpti_cuda_pool(void *self, const mpt_pool2d_args *a, const char *op,
+                                 mpti_pool_kind kind,
+                                 int (*launch)(const mpt_pool2d_args *, void *)) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->y, a->dy, a->dx};
+    char what[160];
+    mpt_result rc = mpti_check_pool2d(c->ctx, op, a, kind);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->h * a->wd * a->c, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of x (%d,%d,%d,%d), kernel %d, stride %d, padding %d", op, a->n,
+             a->h, a->wd, a->c, a->kernel, a->stride, a->padding);
+    return mpti_cuda_result(c, launch(a, c->compute), what);
+}
+
+#define MPTI_CUDA_POOL_ENTRIES(name, kind) \
+    static mpt_result mpti_cuda_##name##_forward(void *self, const mpt_pool2d_args *a) { \
+        return mpti_cuda_pool(self, a, #name "_forward", kind, mptk_##name##_forward); \
+    } \
+    static mpt_result mpti_cuda_##name##_backward(void *self, const mpt_pool2d_args *a) { \
+        return mpti_cuda_pool(self, a, #name "_backward", kind, mptk_##name##_backward); \
+    }
+MPTI_CUDA_POOL_ENTRIES(max_pool, MPTI_POOL_MAX)
+MPTI_CUDA_POOL_ENTRIES(avg_pool, MPTI_POOL_AVG)
+MPTI_CUDA_POOL_ENTRIES(global_avg_pool, MPTI_POOL_GLOBAL)
+
+static mpt_result mpti_cuda_dropout(void *self, const mpt_dropout_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->y};
+    mpt_result rc = mpti_check_dropout(c->ctx, "dropout", a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, "dropout", a->dtype, (double)a->n * (double)a->per_sample, pointers,
+                             2);
+    return rc ? rc : mpti_cuda_result(c, mptk_dropout(a, c->compute), "dropout");
+}
+
+static size_t mpti_cuda_softmax_xent_bytes(void *self, const mpt_softmax_xent_args *a) {
+    (void)self;
+    return mptk_softmax_xent_workspace_bytes(a);
+}
+
+/* Labels are on the device: whoever sends them looks at them first. */
+static mpt_result mpti_cuda_softmax_xent(void *self, const mpt_softmax_xent_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->logits, a->dlogits, a->probabilities};
+    const char *op = "softmax_xent";
+    char what[128];
+    mpt_result rc = mpti_check_softmax(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->classes, pointers, 3);
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(c->ctx, op, a->workspace, a->workspace_bytes,
+                                  mptk_softmax_xent_workspace_bytes(a));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of logits (%d,%d)", op, a->n, a->classes);
+    return mpti_cuda_result(c, mptk_softmax_xent(a, c->compute), what);
+}
+
+static mpt_result mpti_cuda_cast(void *self, const mpt_cast_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->src, a->dst};
+    mpt_result rc = mpti_check_row(c->ctx, "cast", a->count, a->src_dtype, a->dst_dtype);
+
+    if (rc == MPT_OK) rc = mpti_cuda_check(c, "cast", MPT_F32, (double)a->count, pointers, 0);
+    return rc ? rc : mpti_cuda_result(c, mptk_cast(a, c->compute), "cast");
+}
+
+static mpt_result mpti_cuda_input_normalize(void *self, const mpt_normalize_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->y};
+    mpt_result rc = mpti_check_normalize(c->ctx, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, "input_normalize", a->dtype, (double)a->n * a->h * a->wd * a->c,
+                             pointers, 2);
+    return rc ? rc : mpti_cuda_result(c, mptk_input_normalize(a, c->compute), "input_normalize");
+}
+
+static mpt_result mpti_cuda_fill(void *self, const mpt_fill_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_check_row(c->ctx, "fill", a->count, a->dtype, a->dtype);
+
+    if (rc == MPT_OK) rc = mpti_cuda_enter(c);
+    if (rc) return rc;
+    if (mpti_f32_bits(a->value) == 0)
+        return mpti_cuda_zero(c, "fill", a->dst, a->dtype, 0, a->count);
+    return mpti_cuda_result(c, mptk_fill(a, c->compute), "fill");
+}
+
+static mpt_result mpti_cuda_copy(void *self, const mpt_copy_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc || a->bytes == 0) return rc;
+    return mpti_cuda_result(c, (int)cudaMemcpyAsync(a->dst, a->src, a->bytes,
+                                                    cudaMemcpyDeviceToDevice, c->compute), "copy");
+}
+
+static mpt_result mpti_cuda_scale(void *self, const mpt_scale_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_check_row(c->ctx, "scale", a->count, MPT_F32, MPT_F32);
+
+    if (rc == MPT_OK) rc = mpti_cuda_enter(c);
+    return rc ? rc : mpti_cuda_result(c, mptk_scale(a, c->compute), "scale");
+}
+
+/* ---- the update ------------------------------------------------------------------------------ */
+static mpt_result mpti_cuda_update(void *self, const mpt_update_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const int report = (int)(a->step % MPTI_CUDA_REPORTS);
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc == MPT_OK) rc = mpti_cuda_result(c, mptk_update(a, c->compute), "update");
+    if (rc == MPT_OK)
+        rc = mpti_cuda_result(
+            c, (int)cudaMemcpyAsync(&c->reports[report], a->state, sizeof *a->state,
+                                    cudaMemcpyDeviceToHost, c->compute), "copying a report");
+    if (rc) return rc;
+    return mpti_cuda_result(c, (int)cudaEventRecord(c->reported[report], c->compute),
+                            "cudaEventRecord");
+}
+
+static mpt_result mpti_cuda_update_wait(void *self, int64_t step, mpt_step_state *out) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const int report = (int)(step % MPTI_CUDA_REPORTS);
+    mpt_result rc =
+        mpti_cuda_result(c, (int)cudaEventSynchronize(c->reported[report]), "a training step");
+
+    if (rc == MPT_OK) *out = c->reports[report];
+    return rc;
+}
+
+/* ---- opening a device ------------------------------------------------------------------------ */
+static const char *mpti_cuda_kernels(void *self) { return ((const mpti_cuda *)self)->name; }
+
+static void mpti_cuda_close(void *self) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    int i;
+
+    if (!c) return;
+    if (c->compute) (void)cudaStreamSynchronize(c->compute);
+    if (c->copy) (void)cudaStreamSynchronize(c->copy);
+    mpti_cuda_stage_release(c);
+    for (i = 0; i < MPTI_CUDA_SLOTS; i++) {
+        if (c->slots[i].copied) (void)cudaEventDestroy(c->slots[i].copied);
+        if (c->slots[i].consumed) (void)cudaEventDestroy(c->slots[i].consumed);
+    }
+    for (i = 0; i < MPTI_CUDA_REPORTS; i++)
+        if (c->reported[i]) (void)cudaEventDestroy(c->reported[i]);
+    if (c->reports) (void)cudaFreeHost(c->reports);
+    if (c->blas) (void)cublasDestroy(c->blas);
+    if (c->blas_workspace) (void)cudaFree(c->blas_workspace);
+    if (c->copy) (void)cudaStreamDestroy(c->copy);
+    if (c->compute) (void)cudaStreamDestroy(c->compute);
+    mpti_free(&c->ctx->desc.allocator, c, sizeof *c);
+}
+
+/* A driver that is too old, no device, and a device number too high are different advice. */
+static mpt_result mpti_cuda_find(mpti_cuda *c) {
+    int count = 0, driver = 0, runtime = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+
+    (void)cudaDriverGetVersion(&driver);
+    (void)cudaRuntimeGetVersion(&runtime);
+    if (error == cudaErrorInsufficientDriver)
+        return MPTI_REPORT(c->ctx, MPT_ERR_DEVICE,
+                           "the NVIDIA driver knows CUDA %d.%d, this program needs %d.%d: update "
+                           "the driver, or build with an older CUDA toolkit",
+                           driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0))
+        return MPTI_REPORT(c->ctx, MPT_ERR_DEVICE,
+                           "no CUDA device: is there an NVIDIA GPU, and does CUDA_VISIBLE_DEVICES "
+                           "leave it visible? The CPU backend needs none");
+    if (error != cudaSuccess) return mpti_cuda_result(c, (int)error, "cudaGetDeviceCount");
+    if (c->device < 0 || c->device >= count)
+        return MPTI_REPORT(c->ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "mpt_ctx_desc.device is %d, there are %d CUDA devices", c->device,
+                           count);
+    return mpti_cuda_enter(c);
+}
+
+/* kernels.cu must be of this version, and compiled for this device. */
+static mpt_result mpti_cuda_check_kernels(mpti_cuda *c) {
+    int major = 0, minor = 0;
+    cudaError_t error;
+
+    if (mptk_abi_version() != MPT_ABI_VERSION)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "kernels.cu was compiled with ABI %d, mptrain.h has ABI %d: compile "
+                           "both from the same version",
+                           mptk_abi_version(), MPT_ABI_VERSION);
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, c->device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, c->device);
+    if (error != cudaSuccess) return mpti_cuda_result(c, (int)error, "cudaDeviceGetAttribute");
+    c->arch = major * 10 + minor;
+    snprintf(c->name, sizeof c->name, "sm_%d", c->arch);
+    if (c->arch < 70)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "device %d has compute capability %d.%d: tensor cores begin with 7.0",
+                           c->device, major, minor);
+    return MPT_OK;
+}
+
+/* One kernel, to see whether this device has code at all. */
+static mpt_result mpti_cuda_try_kernel(mpti_cuda *c) {
+    mpt_fill_args a;
+    int error;
+    mpt_result rc;
+
+    memset(&a, 0, sizeof a);
+    a.count = 8;
+    a.value = 1;
+    a.dtype = MPT_F32;
+    rc = mpti_cuda_alloc(c, 8 * sizeof(float), &a.dst);
+    if (rc) return rc;
+    error = mptk_fill(&a, c->compute);
+    if (error == (int)cudaSuccess) error = (int)cudaStreamSynchronize(c->compute);
+    (void)cudaFree(a.dst);
+    if (error == (int)cudaErrorNoKernelImageForDevice ||
+        error == (int)cudaErrorInvalidDeviceFunction ||
+        error == (int)cudaErrorUnsupportedPtxVersion)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "kernels.cu was compiled for sm %s, the device is %s (%s): compile it "
+                           "with -gencode arch=compute_%d,code=sm_%d",
+                           mptk_arch_list(), c->name, cudaGetErrorName((cudaError_t)error), c->arch,
+                           c->arch);
+    return mpti_cuda_result(c, error, "a first kernel");
+}
+
+static mpt_result mpti_cuda_make_streams(mpti_cuda *c) {
+    cudaError_t error = cudaStreamCreateWithFlags(&c->compute, cudaStreamNonBlocking);
+    int i;
+
+    if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&c->copy, cudaStreamNonBlocking);
+    for (i = 0; i < MPTI_CUDA_SLOTS && error == cudaSuccess; i++) {
+        error = cudaEventCreateWithFlags(&c->slots[i].copied, cudaEventDisableTiming);
+        if (error == cudaSuccess)
+            error = cudaEventCreateWithFlags(&c->slots[i].consumed, cudaEventDisableTiming);
+    }
+    for (i = 0; i < MPTI_CUDA_REPORTS && error == cudaSuccess; i++)
+        error = cudaEventCreateWithFlags(&c->reported[i], cudaEventDisableTiming);
+    if (error == cudaSuccess)
+        error = cudaMallocHost((void **)&c->reports, MPTI_CUDA_REPORTS * sizeof *c->reports);
+    return mpti_cuda_result(c, (int)error, "making streams");
+}
+
+/* A workspace of its own makes cuBLAS reproducible and lets it be recorded; the sizes are NVIDIA's
+   defaults (cuBLAS documentation, cublasSetWorkspace). It belongs to the context. */
+static mpt_result mpti_cuda_make_blas(mpti_cuda *c) {
+    const size_t bytes = (size_t)(c->arch >= 90 ? 32 : 4) << 20;
+    cublasStatus_t status;
+    mpt_result rc = mpti_cuda_alloc(c, bytes, &c->blas_workspace);
+
+    if (rc) return rc;
+    status = cublasCreate(&c->blas);
+    if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetStream(c->blas, c->compute);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = cublasSetWorkspace(c->blas, c->blas_workspace, bytes);
+    return mpti_cublas_result(c, status, "opening cuBLAS");
+}
+
+static mpt_result mpti_cuda_open(mpt_ctx *ctx, int device, void **self) {
+    mpti_cuda *c = (mpti_cuda *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *c);
+    mpt_result rc;
+
+    *self = NULL;
+    if (!c) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for the cuda backend");
+    c->ctx = ctx;
+    c->device = device;
+    snprintf(c->name, sizeof c->name, "cuda");
+    rc = mpti_cuda_find(c);
+    if (rc == MPT_OK) rc = mpti_cuda_check_kernels(c);
+    if (rc == MPT_OK) rc = mpti_cuda_make_streams(c);
+    if (rc == MPT_OK) rc = mpti_cuda_try_kernel(c);
+    if (rc == MPT_OK) rc = mpti_cuda_make_blas(c);
+    if (rc) {
+        mpti_cuda_close(c);
+        return rc;
+    }
+    *self = c;
+    return MPT_OK;
+}
+
+MPT_API const mpt_backend *mpt_backend_cuda(void) {
+    static const mpt_backend table = {
+        "cuda", mpti_cuda_open, mpti_cuda_close, mpti_cuda_kernels,
+        mpti_cuda_conv2d_fprop_bytes, mpti_cuda_conv2d_dgrad_bytes, mpti_cuda_conv2d_wgrad_bytes,
+        mpti_cuda_conv2d_fprop, mpti_cuda_conv2d_dgrad, mpti_cuda_conv2d_wgrad,
+        mpti_cuda_dense_fprop_bytes, mpti_cuda_dense_dgrad_bytes, mpti_cuda_dense_wgrad_bytes,
+        mpti_cuda_dense_fprop, mpti_cuda_dense_dgrad, mpti_cuda_dense_wgrad,
+        mpti_cuda_batchnorm_bytes, mpti_cuda_batchnorm_bytes,
+        mpti_cuda_batchnorm_forward, mpti_cuda_batchnorm_backward,
+        mpti_cuda_relu_forward, mpti_cuda_relu_backward, mpti_cuda_add,
+        mpti_cuda_max_pool_forward, mpti_cuda_max_pool_backward,
+        mpti_cuda_avg_pool_forward, mpti_cuda_avg_pool_backward,
+        mpti_cuda_global_avg_pool_forward, mpti_cuda_global_avg_pool_backward,
+        mpti_cuda_dropout, mpti_cuda_dropout,
+        mpti_cuda_softmax_xent_bytes, mpti_cuda_softmax_xent,
+        mpti_cuda_cast, mpti_cuda_input_normalize, mpti_cuda_fill, mpti_cuda_copy, mpti_cuda_scale,
+        mpti_cuda_alloc, mpti_cuda_free, mpti_cuda_upload, mpti_cuda_download,
+        mpti_cuda_stage_reserve, mpti_cuda_stage_begin, mpti_cuda_stage_end,
+        mpti_cuda_record_begin, mpti_cuda_record_end, mpti_cuda_replay, mpti_cuda_forget,
+        mpti_cuda_stream, mpti_cuda_update, mpti_cuda_update_wait,
+    };
+    return &table;
+}
+#endif /* MPTRAIN_CUDA */
 
 /* =================================================================================================
  * >>layers   7 Layers: shapes and parameters, one step forward, one step backward
@@ -13189,7 +14032,7 @@ MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt
 }
 
 /* =================================================================================================
- * >>train   12.1 Trainer: the plan, microbatches, the step, evaluation
+ * >>train   12.1 Trainer: the plan, microbatches, the step
  * =================================================================================================
  *
  * Problem: a step sums over lanes and slices, may have to be thrown away, and has to give the same
@@ -13197,8 +14040,8 @@ MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt
  * Idea:    each microbatch leaves gradients, statistics and counts in one flat row; rows meet in
  *          a fixed binary tree; then nine lines decide and update.
  * Shapes:  a row: (num_params) gradients | (num_stats) n * mean, n * variance of each batch norm
- * Tested:  tests/test_train.c, test_skip.c, test_evaluate.c; test_reference.c against PyTorch
- * Next:    >>safetensors, in which what was learned is kept.
+ * Tested:  tests/test_train.c, test_skip.c; test_reference.c against PyTorch
+ * Next:    >>evaluate, what else a trainer can be asked.
  */
 enum { MPTI_MAX_LEVELS = 32 }; /* of the tree: 2^32 microbatches a step */
 
@@ -13272,6 +14115,22 @@ struct mpt_trainer {
     double seconds;
     mpt_step_report last; /* of the last step */
 };
+
+/* What >>device does for a trainer whose backend has memory of its own. */
+static bool mpti_on_device(const mpt_trainer *t) { return t->ctx->backend->alloc != NULL; }
+static void mpti_device_plan(const mpt_trainer *t, int64_t num_chunks,
+                             size_t bytes[MPTI_NUM_ARENAS]);
+static size_t mpti_device_slot_bytes(const mpt_trainer *t);
+static void mpti_device_place(mpt_trainer *t);
+static mpt_result mpti_device_open(mpt_trainer *t);
+static void mpti_device_close(mpt_trainer *t);
+static mpt_result mpti_device_put(mpt_trainer *t);
+static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images);
+static mpt_result mpti_device_forward_backward(mpt_trainer *t);
+static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out);
+static mpt_result mpti_device_sync(mpt_trainer *t);
+static mpt_result mpti_device_clear_evaluation(mpt_trainer *t);
+static mpt_result mpti_device_add_evaluation(mpt_trainer *t, mpt_softmax_stats *stats);
 
 /* ---- descs ----------------------------------------------------------------------------------- */
 MPT_API mpt_trainer_desc mpt_trainer_desc_defaults(const mpt_trainer_desc *desc) {
@@ -13348,8 +14207,6 @@ static int mpti_trainer_num_rows(const mpt_trainer_desc *d, bool on_device) {
     return on_device && rows > 2 ? 2 : rows;
 }
 
-static bool mpti_on_device(const mpt_trainer *t) { return t->ctx->backend->alloc != NULL; }
-
 /* Each layer's weights, then its bias; gamma, then beta. out NULL: only counts. */
 static int64_t mpti_list_parameters(const mpt_model *m, const mpt_optimizer_desc *desc,
                                     mpti_parameter *out, int64_t *num_chunks) {
@@ -13387,38 +14244,6 @@ static void mpti_plan_arenas(const mpt_memory_plan *p, size_t bytes[MPTI_NUM_ARE
     bytes[MPTI_DECISIONS] = bytes[MPTI_MIRROR] = 0;
 }
 
-/* Those of a device, which together with four staged microbatches (two slots, there and on the
-   host) are the plan's staging. */
-static void mpti_plan_device_arenas(const mpt_trainer *t, int64_t num_chunks,
-                                    size_t bytes[MPTI_NUM_ARENAS]) {
-    const mpt_model *m = t->model;
-    size_t params = mpti_align((size_t)m->num_params * sizeof(float));
-    size_t stats = mpti_align((size_t)m->num_stats * sizeof(float));
-    size_t segments = (size_t)t->num_parameters, records = (size_t)t->net.capacity;
-    size_t classes = (size_t)m->nodes[m->logits].c;
-
-    if (!mpti_on_device(t)) return;
-    bytes[MPTI_DECISIONS] =
-        mpti_align(sizeof(mpt_step_state)) + mpti_align(sizeof(mpt_softmax_stats)) +
-        mpti_align(records * classes * sizeof(float)) + mpti_align(records * sizeof(int32_t)) +
-        stats + mpti_align(segments * sizeof(float)) +
-        mpti_align((size_t)num_chunks * 2 * sizeof(double)) +
-        mpti_align((size_t)num_chunks * sizeof(mpt_update_chunk)) +
-        mpti_align(segments * sizeof(mpt_update_segment));
-    bytes[MPTI_MIRROR] =
-        params * (1 + (size_t)mpti_optimizer_state_count(t->desc.optimizer.kind)) + stats;
-}
-
-/* Pictures of four bytes a number are the largest, then labels and ids. */
-static size_t mpti_slot_bytes(const mpt_trainer *t) {
-    size_t records = (size_t)t->net.capacity;
-    size_t picture = (size_t)mpti_node_elements(&t->model->nodes[MPT_INPUT]) * sizeof(float);
-
-    if (!mpti_on_device(t)) return 0;
-    return mpti_align(records * picture) + mpti_align(records * sizeof(int32_t)) +
-           mpti_align(records * sizeof(uint64_t));
-}
-
 static void mpti_plan_sum(mpt_memory_plan *p, const mpt_trainer *t, int64_t num_chunks) {
     size_t bytes[MPTI_NUM_ARENAS];
     int i;
@@ -13427,7 +14252,7 @@ static void mpti_plan_sum(mpt_memory_plan *p, const mpt_trainer *t, int64_t num_
                      sizeof(mpti_parameter) * (size_t)t->num_parameters +
                      mpti_optimizer_bytes(num_chunks, t->num_parameters);
     mpti_plan_arenas(p, bytes);
-    mpti_plan_device_arenas(t, num_chunks, bytes);
+    mpti_device_plan(t, num_chunks, bytes);
     p->staging = 4 * t->device.slot_bytes + bytes[MPTI_DECISIONS] + bytes[MPTI_MIRROR];
     p->total = 4 * t->device.slot_bytes;
     for (i = 0; i < MPTI_NUM_ARENAS; i++) {
@@ -13483,7 +14308,7 @@ static mpt_result mpti_trainer_make_plan(mpt_trainer *t) {
         return MPTI_FAIL(&t->ctx->error, rc, "infer of layer %s refused %d records: %s",
                          m->nodes[t->net.failed].name, t->net.capacity, mpt_result_string(rc));
     t->num_rows = mpti_trainer_num_rows(&t->desc, mpti_on_device(t));
-    t->device.slot_bytes = mpti_slot_bytes(t);
+    t->device.slot_bytes = mpti_device_slot_bytes(t);
     t->num_parameters = mpti_list_parameters(m, &t->desc.optimizer, NULL, &num_chunks);
     memset(p, 0, sizeof *p);
     p->weights = full || cast ? floats : halves;
@@ -13550,7 +14375,7 @@ static mpt_result mpti_trainer_open_arenas(mpt_trainer *t, int64_t num_chunks) {
     int i;
 
     mpti_plan_arenas(&t->plan, bytes);
-    mpti_plan_device_arenas(t, num_chunks, bytes);
+    mpti_device_plan(t, num_chunks, bytes);
     memset(&d, 0, sizeof d);
     for (i = 0; i < MPTI_NUM_ARENAS && rc == MPT_OK; i++) {
         if (bytes[i] == 0) continue;
@@ -13562,150 +14387,12 @@ static mpt_result mpti_trainer_open_arenas(mpt_trainer *t, int64_t num_chunks) {
     return MPTI_FAIL(&t->ctx->error, rc,
                      "no %smemory for %s (%.1f MB of %.1f MB that training takes): lower the "
                      "batch size, or raise slices",
-                     rc == MPT_ERR_OUT_OF_MEMORY ? "" : "device ", purposes[i - 1], (double)bytes[i - 1] / 1e6, (double)t->plan.total / 1e6);
+                     rc == MPT_ERR_OUT_OF_MEMORY ? "" : "device ", purposes[i - 1],
+                     (double)bytes[i - 1] / 1e6, (double)t->plan.total / 1e6);
 }
 
 static float *mpti_trainer_floats(mpt_trainer *t, int arena, int64_t count) { /* NULL for none */
     return count ? (float *)mpti_arena_take(t->arenas[arena], (size_t)count * sizeof(float)) : NULL;
-}
-
-/* ---- on a device --------------------------------------------------------------------------------
-   Arenas are the device's memory, and what decides a step lies there too (mpt_step_state), so that
-   the host begins a step and never waits for it: it reads the report of the step before. What is
-   learned has a mirror on the host, filled when somebody asks and uploaded when it was set. */
-static void *mpti_device_take(mpt_trainer *t, size_t bytes) {
-    return mpti_arena_take(t->arenas[MPTI_DECISIONS], bytes);
-}
-
-/* Hands out both arenas, exactly as mpti_plan_device_arenas counted. */
-static void mpti_device_place(mpt_trainer *t) {
-    const mpt_model *m = t->model;
-    mpti_device *d = &t->device;
-    size_t records = (size_t)t->net.capacity, segments = (size_t)t->num_parameters;
-    size_t chunks = (size_t)t->optimizer.num_chunks;
-    int64_t params = m->num_params;
-
-    d->state = (mpt_step_state *)mpti_device_take(t, sizeof *d->state);
-    d->evaluation = (mpt_softmax_stats *)mpti_device_take(t, sizeof *d->evaluation);
-    d->probabilities = (float *)mpti_device_take(
-        t, records * (size_t)m->nodes[m->logits].c * sizeof(float));
-    d->labels = (int32_t *)mpti_device_take(t, records * sizeof(int32_t));
-    d->momentum = (float *)mpti_device_take(t, (size_t)m->num_stats * sizeof(float));
-    d->ratios = (float *)mpti_device_take(t, segments * sizeof(float));
-    d->sums = (double *)mpti_device_take(t, chunks * 2 * sizeof(double));
-    d->chunks = (mpt_update_chunk *)mpti_device_take(t, chunks * sizeof *d->chunks);
-    d->segments = (mpt_update_segment *)mpti_device_take(t, segments * sizeof *d->segments);
-    t->host.masters = mpti_trainer_floats(t, MPTI_MIRROR, params);
-    if (t->first) t->host.first = mpti_trainer_floats(t, MPTI_MIRROR, params);
-    if (t->second) t->host.second = mpti_trainer_floats(t, MPTI_MIRROR, params);
-    t->host.running = mpti_trainer_floats(t, MPTI_MIRROR, m->num_stats);
-}
-
-/* The lists of the update, in one piece of host memory each before they go there. */
-static mpt_result mpti_device_put_chunks(mpt_trainer *t) {
-    const mpt_allocator *a = &t->ctx->desc.allocator;
-    const mpti_optimizer *o = &t->optimizer;
-    size_t bytes = sizeof(mpt_update_chunk) * (size_t)o->num_chunks;
-    mpt_update_chunk *list = (mpt_update_chunk *)mpti_calloc(a, 1, bytes);
-    mpt_result rc;
-    int64_t i;
-
-    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
-    for (i = 0; i < o->num_chunks; i++) {
-        list[i].offset = (int64_t)o->chunks[i].offset;
-        list[i].count = (int)o->chunks[i].count;
-        list[i].segment = (int)o->chunks[i].segment;
-    }
-    rc = t->net.backend->upload(t->net.self, t->device.chunks, list, bytes);
-    mpti_free(a, list, bytes);
-    return rc;
-}
-
-static mpt_result mpti_device_put_segments(mpt_trainer *t) {
-    const mpt_allocator *a = &t->ctx->desc.allocator;
-    size_t bytes = sizeof(mpt_update_segment) * (size_t)t->num_parameters;
-    mpt_update_segment *list = (mpt_update_segment *)mpti_calloc(a, 1, bytes);
-    int64_t i, chunk = 0;
-    mpt_result rc;
-
-    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
-    for (i = 0; i < t->num_parameters; i++) {
-        list[i].first_chunk = chunk;
-        list[i].num_chunks = mpti_parameter_chunks(t->parameters[i].count);
-        list[i].decays = t->parameters[i].decays;
-        list[i].adapts = t->parameters[i].adapts;
-        chunk += list[i].num_chunks;
-    }
-    rc = t->net.backend->upload(t->net.self, t->device.segments, list, bytes);
-    mpti_free(a, list, bytes);
-    return rc;
-}
-
-static mpt_result mpti_device_put_momentum(mpt_trainer *t) {
-    const mpt_model *m = t->model;
-    mpt_result rc = MPT_OK;
-    mpt_fill_args a;
-    int v;
-
-    a.dtype = MPT_F32;
-    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
-        if (m->nodes[v].kind != MPTI_KIND_BATCHNORM) continue;
-        a.dst = t->device.momentum + m->nodes[v].stat_offset;
-        a.count = 2 * m->nodes[v].c;
-        a.value = m->nodes[v].momentum;
-        rc = t->net.backend->fill(t->net.self, &a);
-    }
-    return rc;
-}
-
-static mpt_result mpti_device_open(mpt_trainer *t) {
-    mpt_result rc = t->net.backend->stage_reserve(t->net.self, t->device.slot_bytes);
-
-    if (rc == MPT_OK) rc = mpti_device_put_chunks(t);
-    if (rc == MPT_OK) rc = mpti_device_put_segments(t);
-    return rc ? rc : mpti_device_put_momentum(t);
-}
-
-static void mpti_device_close(mpt_trainer *t) {
-    int i;
-
-    for (i = 0; i < MPTI_RECORDINGS; i++)
-        if (t->device.recordings[i])
-            t->net.backend->forget(t->net.self, t->device.recordings[i]);
-}
-
-/* Each row of what is learned to its mirror, or back. */
-static mpt_result mpti_device_move(mpt_trainer *t, float *there, float *here, int64_t count,
-                                   bool fetch) {
-    size_t bytes = (size_t)count * sizeof(float);
-
-    if (!here || count == 0) return MPT_OK;
-    return fetch ? t->net.backend->download(t->net.self, here, there, bytes)
-                 : t->net.backend->upload(t->net.self, there, here, bytes);
-}
-
-static mpt_result mpti_device_move_learned(mpt_trainer *t, bool fetch) {
-    int64_t params = t->model->num_params;
-    mpt_result rc = mpti_device_move(t, t->masters, t->host.masters, params, fetch);
-
-    if (rc == MPT_OK) rc = mpti_device_move(t, t->first, t->host.first, params, fetch);
-    if (rc == MPT_OK) rc = mpti_device_move(t, t->second, t->host.second, params, fetch);
-    if (rc) return rc;
-    return mpti_device_move(t, t->running, t->host.running, t->model->num_stats, fetch);
-}
-
-/* Sets all that a step goes on from: t->host, the scaler, the optimizer's counters. */
-static mpt_result mpti_device_put(mpt_trainer *t) {
-    mpt_step_state s;
-    mpt_result rc = mpti_device_move_learned(t, false);
-
-    memset(&s, 0, sizeof s);
-    s.scaler = t->scaler;
-    s.applied_steps = t->optimizer.applied_steps;
-    s.beta1_power = t->optimizer.beta1_power;
-    s.beta2_power = t->optimizer.beta2_power;
-    s.first_nonfinite = -1;
-    return rc ? rc : t->net.backend->upload(t->net.self, t->device.state, &s, sizeof s);
 }
 
 /* The 16-bit copy follows the masters. */
@@ -13752,7 +14439,7 @@ static mpt_result mpti_trainer_weights_changed(mpt_trainer *t) {
     return rc ? rc : mpti_trainer_widen(t);
 }
 
-/* ---- making a trainer: placing, and putting it together ------------------------------------- */
+/* ---- making a trainer: placing, and putting it together -------------------------------------- */
 /* Hands out the arenas, which are exactly as large as that. */
 static void mpti_trainer_place(mpt_trainer *t) {
     int64_t params = t->model->num_params, stats = t->model->num_stats;
@@ -13882,10 +14569,22 @@ static void mpti_trainer_begin_step(mpt_trainer *t) {
     memset(&t->stats, 0, sizeof t->stats);
 }
 
+/* The operator has said what; here is where. A custom layer says nothing. */
 static mpt_result mpti_trainer_step_failed(const mpt_trainer *t, mpt_result rc) {
-    return MPTI_FAIL(&t->ctx->error, rc, "layer %s failed on the %s backend: %s",
-                     t->model->nodes[t->net.failed].name, t->net.backend->name,
-                     mpt_result_string(rc));
+    const mpti_node *node = &t->model->nodes[t->net.failed];
+    mpt_error *err = &t->ctx->error;
+    const char *said = node->kind == MPTI_KIND_CUSTOM ? mpt_result_string(rc) : err->message;
+    const char *domain = err->native_domain;
+    char text[sizeof err->message];
+    int native = err->native_code;
+
+    snprintf(text, sizeof text, "%s", said);
+    rc = MPTI_FAIL(err, rc, "layer %s failed on the %s backend: %s", node->name,
+                   t->net.backend->name, text);
+    if (node->kind == MPTI_KIND_CUSTOM) return rc;
+    err->native_code = native;
+    err->native_domain = domain;
+    return rc;
 }
 
 /* Sets what a training pass of microbatch number `index` of a step needs. The scale divides by a
@@ -13908,24 +14607,6 @@ static mpt_result mpti_trainer_forward_backward(mpt_trainer *t) {
 
     if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
     return rc ? rc : mpti_net_backward(&t->net);
-}
-
-/* Forward and backward; full microbatches behind the first step are recorded once and replayed. */
-static mpt_result mpti_device_forward_backward(mpt_trainer *t) {
-    const mpt_backend *b = t->net.backend;
-    void **recording = &t->device.recordings[t->depth];
-    mpt_result rc, ended;
-
-    if (t->step == 0 || t->net.num_valid != t->net.capacity)
-        return mpti_trainer_forward_backward(t);
-    if (!*recording) {
-        rc = b->record_begin(t->net.self);
-        if (rc) return rc;
-        rc = mpti_trainer_forward_backward(t);
-        ended = b->record_end(t->net.self, recording);
-        if (rc || ended) return rc ? rc : ended;
-    }
-    return b->replay(t->net.self, *recording);
 }
 
 static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mpt_dtype dtype) {
@@ -14030,35 +14711,6 @@ static mpt_result mpti_trainer_check_training(const mpt_trainer *t, const mpt_ba
                          "more than accumulate_steps = %d lanes before mpt_trainer_apply",
                          t->desc.accumulate_steps);
     return mpti_trainer_check_labels(t, b, *capacity);
-}
-
-/* The records that the net was pointed at go there. Labels get a place that never changes, for
-   recorded operators. */
-static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images) {
-    const mpt_backend *b = t->net.backend;
-    size_t n = (size_t)t->net.num_valid, labels_at = mpti_align(n * picture);
-    size_t ids_at = labels_at + mpti_align(n * sizeof(int32_t));
-    size_t bytes = ids_at + n * sizeof(uint64_t);
-    mpt_copy_args copy;
-    void *host, *there;
-    mpt_result rc = b->stage_begin(t->net.self, &host);
-
-    if (rc) return rc;
-    memcpy(host, *images, n * picture);
-    if (t->net.labels)
-        memcpy((uint8_t *)host + labels_at, t->net.labels, n * sizeof(int32_t));
-    if (t->net.sample_ids)
-        memcpy((uint8_t *)host + ids_at, t->net.sample_ids, n * sizeof(uint64_t));
-    rc = b->stage_end(t->net.self, bytes, &there);
-    if (rc) return rc;
-    *images = there;
-    if (t->net.sample_ids) t->net.sample_ids = (const uint64_t *)((uint8_t *)there + ids_at);
-    if (!t->net.labels) return MPT_OK;
-    copy.src = (const uint8_t *)there + labels_at;
-    copy.dst = t->device.labels;
-    copy.bytes = n * sizeof(int32_t);
-    t->net.labels = t->device.labels;
-    return b->copy(t->net.self, &copy);
 }
 
 /* Points the net at n records from slot on, and *images at their pictures. */
@@ -14234,96 +14886,7 @@ static void mpti_trainer_report(mpt_trainer *t, const mpti_update *u, mpt_step_r
     t->seconds = now;
 }
 
-/* ---- the step on a device -------------------------------------------------------------------- */
-/* Reads the report of one step, and what the host has to know of its outcome. */
-static mpt_result mpti_device_report(mpt_trainer *t, int64_t step) {
-    double now;
-    mpt_step_state s;
-    mpt_result rc = t->net.backend->update_wait(t->net.self, step, &s);
 
-    if (rc) return rc;
-    now = mpti_seconds();
-    t->last = s.report;
-    t->last.seconds = now - t->seconds;
-    t->seconds = now;
-    t->scaler = s.scaler;
-    t->optimizer.applied_steps = s.applied_steps;
-    t->optimizer.beta1_power = s.beta1_power;
-    t->optimizer.beta2_power = s.beta2_power;
-    t->device.reported = step;
-    if (!mpt_loss_scaler_is_stuck(&t->scaler)) return MPT_OK;
-    return mpti_trainer_stuck(t, s.first_nonfinite);
-}
-
-static mpt_result mpti_device_sync(mpt_trainer *t) {
-    mpt_result rc = MPT_OK;
-
-    while (rc == MPT_OK && t->device.reported < t->step)
-        rc = mpti_device_report(t, t->device.reported + 1);
-    return rc;
-}
-
-/* Makes t->host, the scaler and the counters what they are after the last step. */
-static mpt_result mpti_trainer_fetch(mpt_trainer *t) {
-    mpt_result rc;
-
-    if (!mpti_on_device(t)) return MPT_OK;
-    rc = mpti_device_sync(t);
-    if (rc == MPT_ERR_INVALID_STATE) rc = MPT_OK; /* stuck, but what was learned is there */
-    return rc ? rc : mpti_device_move_learned(t, true);
-}
-
-static void mpti_device_update_args(const mpt_trainer *t, mpt_update_args *a) {
-    const mpti_device *d = &t->device;
-    int i;
-
-    memset(a, 0, sizeof *a);
-    a->state = d->state;
-    a->weights = t->masters;
-    a->row = t->rows[0];
-    a->first = t->first;
-    a->second = t->second;
-    a->half = t->half;
-    a->half_dtype = t->net.operand;
-    a->running = t->running;
-    a->momentum = d->momentum;
-    a->chunks = d->chunks;
-    a->segments = d->segments;
-    a->sums = d->sums;
-    a->ratios = d->ratios;
-    a->num_params = t->model->num_params;
-    a->num_stats = t->model->num_stats;
-    a->num_chunks = t->optimizer.num_chunks;
-    a->num_segments = t->num_parameters;
-    a->optimizer = t->desc.optimizer;
-    a->step = t->step;
-    a->num_samples = t->num_samples;
-    a->fitting = (double)t->batch_size * t->desc.accumulate_steps;
-    a->first_applied = t->optimizer.applied_steps;
-    for (i = 0; i < (int)(sizeof a->rates / sizeof a->rates[0]); i++)
-        a->rates[i] = mpt_schedule_rate(&t->desc.schedule, t->desc.optimizer.learning_rate,
-                                        a->first_applied + i, t->desc.total_steps);
-}
-
-/* The lines of mpt_trainer_apply, begun on the device. At most two steps are under way, so the
-   learning rate is one of the next two; the report is that of the step before. */
-static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out) {
-    mpt_update_args a;
-    mpt_result rc;
-
-    if (t->num_samples == 0) return mpti_trainer_no_record(t);
-    t->step++;
-    mpti_device_update_args(t, &a);
-    rc = t->net.backend->update(t->net.self, &a);
-    if (rc == MPT_OK) rc = mpti_trainer_widen(t);
-    mpti_trainer_begin_step(t);
-    while (rc == MPT_OK && t->device.reported < t->step - 1)
-        rc = mpti_device_report(t, t->device.reported + 1);
-    *out = t->last;
-    return rc;
-}
-
-/* ---- the step in nine lines ------------------------------------------------------------------ */
 /* One optimizer step in nine lines. The order is the point of them: gradients of all lanes first
    meet, then one look at the sum decides for all ranks alike; they are unscaled before clipping,
    weight decay and momentum see them, with the scale of their own backward pass; and a skipped step
@@ -14385,6 +14948,99 @@ MPT_API mpt_trainer_info mpt_trainer_get_info(const mpt_trainer *t) {
     info.backend = t->net.backend->name;
     info.kernels = t->net.backend->kernels(t->net.self);
     return info;
+}
+
+/* =================================================================================================
+ * >>evaluate   12.2 Beside training: evaluation, prediction, the autopsy of a skipped step
+ * =================================================================================================
+ *
+ * Problem: a trainer has a whole network at work; one also wants to ask it what it knows, and why
+ *          a step went wrong.
+ * Idea:    the same forward pass in inference mode; and the same step once more, with a look at
+ *          each tensor as it comes.
+ * Shapes:  probabilities (records, classes) FP32
+ * Tested:  tests/test_evaluate.c, test_skip.c
+ * Next:    >>device, the same where the host must not wait.
+ */
+
+/* ---- evaluation ------------------------------------------------------------------------------ */
+
+/* Forward in inference mode over n records of one lane, piece by piece. */
+static mpt_result mpti_trainer_infer(mpt_trainer *t, const mpt_batch *b, int64_t first, int64_t n,
+                                     float *probabilities, mpt_softmax_stats *stats) {
+    int classes = t->model->nodes[t->model->logits].c;
+    bool on_device = mpti_on_device(t);
+    int64_t at, piece;
+    mpt_result rc = on_device ? mpti_device_clear_evaluation(t) : MPT_OK;
+
+    t->net.training = false;
+    t->net.stats = on_device ? t->device.evaluation : stats;
+    for (at = 0; at < n && rc == MPT_OK; at += piece) {
+        float *out = probabilities ? probabilities + at * classes : NULL;
+        const void *images;
+        piece = n - at < t->net.capacity ? n - at : t->net.capacity;
+        t->net.probabilities = out && on_device ? t->device.probabilities : out;
+        rc = mpti_trainer_point(t, b, first + at, piece, &images);
+        if (rc == MPT_OK) rc = mpti_net_input(&t->net, images, b->images.dtype);
+        if (rc == MPT_OK) rc = mpti_net_forward(&t->net);
+        if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
+        if (rc == MPT_OK && out && on_device)
+            rc = t->net.backend->download(t->net.self, out, t->device.probabilities,
+                                          sizeof *out * (size_t)(piece * classes));
+    }
+    if (rc == MPT_OK && on_device) rc = mpti_device_add_evaluation(t, stats);
+    t->net.probabilities = NULL;
+    return rc ? mpti_trainer_step_failed(t, rc) : MPT_OK;
+}
+
+static mpt_result mpti_trainer_evaluate_batch(mpt_trainer *t, const mpt_batch *b, mpt_metrics *m,
+                                              mpt_softmax_stats *stats) {
+    int64_t lane, capacity, valid;
+    mpt_result rc = mpti_trainer_check_batch(t, b, &capacity);
+
+    if (rc == MPT_OK) rc = mpti_trainer_check_labels(t, b, capacity);
+    for (lane = 0; lane < mpti_lane_count(b) && rc == MPT_OK; lane++) {
+        valid = mpti_lane_valid(b, lane, capacity);
+        rc = mpti_trainer_infer(t, b, lane * capacity, valid, NULL, stats);
+        m->num_samples += valid;
+    }
+    return rc;
+}
+
+MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out) {
+    mpt_softmax_stats stats;
+    mpt_metrics m;
+    mpt_batch b;
+    mpt_result rc = MPT_OK;
+
+    if (!t || !data || !out) return MPT_ERR_INVALID_ARGUMENT;
+    memset(&stats, 0, sizeof stats);
+    memset(&m, 0, sizeof m);
+    while (rc == MPT_OK && (rc = mpt_loader_next(data, &b)) == MPT_OK)
+        rc = mpti_trainer_evaluate_batch(t, &b, &m, &stats);
+    if (rc != MPT_END) return mpti_report(t->ctx, rc);
+    m.num_correct = stats.num_correct;
+    m.num_correct_top5 = stats.num_correct_top5;
+    m.loss = m.num_samples ? stats.loss / (double)m.num_samples : 0;
+    *out = m;
+    return MPT_OK;
+}
+
+MPT_API mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch, float *probabilities) {
+    mpt_softmax_stats ignored;
+    mpt_batch pictures;
+    int64_t capacity;
+    mpt_result rc;
+
+    if (!t || !batch || !probabilities) return MPT_ERR_INVALID_ARGUMENT;
+    memset(&ignored, 0, sizeof ignored);
+    pictures = *batch;
+    pictures.labels.data = NULL;
+    rc = mpti_trainer_check_batch(t, &pictures, &capacity);
+    if (rc == MPT_OK)
+        rc = mpti_trainer_infer(t, &pictures, 0, mpti_lane_valid(batch, 0, capacity),
+                                probabilities, &ignored);
+    return mpti_report(t->ctx, rc);
 }
 
 /* ---- the autopsy of a skipped step --------------------------------------------------------------
@@ -14530,7 +15186,238 @@ MPT_API mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch, m
     return mpti_report(t->ctx, rc);
 }
 
-/* ---- evaluation ------------------------------------------------------------------------------ */
+/* =================================================================================================
+ * >>device   12.3 A trainer on a device: its memory, staging, recordings, reports
+ * =================================================================================================
+ *
+ * Problem: a host that waits to learn whether a step's gradients were finite leaves the device
+ *          idle, once in every step.
+ * Idea:    what decides a step lies on the device (mpt_step_state); the host begins steps and reads
+ *          the report of the one before. What is learned has a mirror on the host, filled when
+ *          somebody asks and uploaded when it was set. The launches of a pass are recorded once.
+ * Shapes:  host    | begin 1 | begin 2, read report 1 | begin 3, read report 2 | ...
+ *          device            | step 1          | step 2          | step 3
+ *          staged microbatch: pictures | labels (n) I32 | sample ids (n) U64
+ * Tested:  tests/cuda/test_cuda_training.c
+ * Next:    >>safetensors, in which what was learned is kept.
+ */
+
+/* ---- memory ---------------------------------------------------------------------------------- */
+/* Those of a device, which together with four staged microbatches (two slots, there and on the
+   host) are the plan's staging. */
+static void mpti_device_plan(const mpt_trainer *t, int64_t num_chunks,
+                             size_t bytes[MPTI_NUM_ARENAS]) {
+    const mpt_model *m = t->model;
+    size_t params = mpti_align((size_t)m->num_params * sizeof(float));
+    size_t stats = mpti_align((size_t)m->num_stats * sizeof(float));
+    size_t segments = (size_t)t->num_parameters, records = (size_t)t->net.capacity;
+    size_t classes = (size_t)m->nodes[m->logits].c;
+
+    if (!mpti_on_device(t)) return;
+    bytes[MPTI_DECISIONS] =
+        mpti_align(sizeof(mpt_step_state)) + mpti_align(sizeof(mpt_softmax_stats)) +
+        mpti_align(records * classes * sizeof(float)) + mpti_align(records * sizeof(int32_t)) +
+        stats + mpti_align(segments * sizeof(float)) +
+        mpti_align((size_t)num_chunks * 2 * sizeof(double)) +
+        mpti_align((size_t)num_chunks * sizeof(mpt_update_chunk)) +
+        mpti_align(segments * sizeof(mpt_update_segment));
+    bytes[MPTI_MIRROR] =
+        params * (1 + (size_t)mpti_optimizer_state_count(t->desc.optimizer.kind)) + stats;
+}
+
+/* Pictures of four bytes a number are the largest, then labels and ids. */
+static size_t mpti_device_slot_bytes(const mpt_trainer *t) {
+    size_t records = (size_t)t->net.capacity;
+    size_t picture = (size_t)mpti_node_elements(&t->model->nodes[MPT_INPUT]) * sizeof(float);
+
+    if (!mpti_on_device(t)) return 0;
+    return mpti_align(records * picture) + mpti_align(records * sizeof(int32_t)) +
+           mpti_align(records * sizeof(uint64_t));
+}
+
+static void *mpti_device_take(mpt_trainer *t, size_t bytes) {
+    return mpti_arena_take(t->arenas[MPTI_DECISIONS], bytes);
+}
+
+/* Hands out both arenas, exactly as mpti_device_plan counted. */
+static void mpti_device_place(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    mpti_device *d = &t->device;
+    size_t records = (size_t)t->net.capacity, segments = (size_t)t->num_parameters;
+    size_t chunks = (size_t)t->optimizer.num_chunks;
+    int64_t params = m->num_params;
+
+    d->state = (mpt_step_state *)mpti_device_take(t, sizeof *d->state);
+    d->evaluation = (mpt_softmax_stats *)mpti_device_take(t, sizeof *d->evaluation);
+    d->probabilities = (float *)mpti_device_take(
+        t, records * (size_t)m->nodes[m->logits].c * sizeof(float));
+    d->labels = (int32_t *)mpti_device_take(t, records * sizeof(int32_t));
+    d->momentum = (float *)mpti_device_take(t, (size_t)m->num_stats * sizeof(float));
+    d->ratios = (float *)mpti_device_take(t, segments * sizeof(float));
+    d->sums = (double *)mpti_device_take(t, chunks * 2 * sizeof(double));
+    d->chunks = (mpt_update_chunk *)mpti_device_take(t, chunks * sizeof *d->chunks);
+    d->segments = (mpt_update_segment *)mpti_device_take(t, segments * sizeof *d->segments);
+    t->host.masters = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    if (t->first) t->host.first = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    if (t->second) t->host.second = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    t->host.running = mpti_trainer_floats(t, MPTI_MIRROR, m->num_stats);
+}
+
+/* The lists of the update, in one piece of host memory each before they go there. */
+static mpt_result mpti_device_put_chunks(mpt_trainer *t) {
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    const mpti_optimizer *o = &t->optimizer;
+    size_t bytes = sizeof(mpt_update_chunk) * (size_t)o->num_chunks;
+    mpt_update_chunk *list = (mpt_update_chunk *)mpti_calloc(a, 1, bytes);
+    mpt_result rc;
+    int64_t i;
+
+    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
+    for (i = 0; i < o->num_chunks; i++) {
+        list[i].offset = (int64_t)o->chunks[i].offset;
+        list[i].count = (int)o->chunks[i].count;
+        list[i].segment = (int)o->chunks[i].segment;
+    }
+    rc = t->net.backend->upload(t->net.self, t->device.chunks, list, bytes);
+    mpti_free(a, list, bytes);
+    return rc;
+}
+
+static mpt_result mpti_device_put_segments(mpt_trainer *t) {
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    size_t bytes = sizeof(mpt_update_segment) * (size_t)t->num_parameters;
+    mpt_update_segment *list = (mpt_update_segment *)mpti_calloc(a, 1, bytes);
+    int64_t i, chunk = 0;
+    mpt_result rc;
+
+    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
+    for (i = 0; i < t->num_parameters; i++) {
+        list[i].first_chunk = chunk;
+        list[i].num_chunks = mpti_parameter_chunks(t->parameters[i].count);
+        list[i].decays = t->parameters[i].decays;
+        list[i].adapts = t->parameters[i].adapts;
+        chunk += list[i].num_chunks;
+    }
+    rc = t->net.backend->upload(t->net.self, t->device.segments, list, bytes);
+    mpti_free(a, list, bytes);
+    return rc;
+}
+
+static mpt_result mpti_device_put_momentum(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    mpt_result rc = MPT_OK;
+    mpt_fill_args a;
+    int v;
+
+    a.dtype = MPT_F32;
+    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
+        if (m->nodes[v].kind != MPTI_KIND_BATCHNORM) continue;
+        a.dst = t->device.momentum + m->nodes[v].stat_offset;
+        a.count = 2 * m->nodes[v].c;
+        a.value = m->nodes[v].momentum;
+        rc = t->net.backend->fill(t->net.self, &a);
+    }
+    return rc;
+}
+
+static mpt_result mpti_device_open(mpt_trainer *t) {
+    mpt_result rc = t->net.backend->stage_reserve(t->net.self, t->device.slot_bytes);
+
+    if (rc == MPT_OK) rc = mpti_device_put_chunks(t);
+    if (rc == MPT_OK) rc = mpti_device_put_segments(t);
+    return rc ? rc : mpti_device_put_momentum(t);
+}
+
+static void mpti_device_close(mpt_trainer *t) {
+    int i;
+
+    for (i = 0; i < MPTI_RECORDINGS; i++)
+        if (t->device.recordings[i])
+            t->net.backend->forget(t->net.self, t->device.recordings[i]);
+}
+
+/* ---- what is learned, there and here --------------------------------------------------------- */
+/* Each row of what is learned to its mirror, or back. */
+static mpt_result mpti_device_move(mpt_trainer *t, float *there, float *here, int64_t count,
+                                   bool fetch) {
+    size_t bytes = (size_t)count * sizeof(float);
+
+    if (!here || count == 0) return MPT_OK;
+    return fetch ? t->net.backend->download(t->net.self, here, there, bytes)
+                 : t->net.backend->upload(t->net.self, there, here, bytes);
+}
+
+static mpt_result mpti_device_move_learned(mpt_trainer *t, bool fetch) {
+    int64_t params = t->model->num_params;
+    mpt_result rc = mpti_device_move(t, t->masters, t->host.masters, params, fetch);
+
+    if (rc == MPT_OK) rc = mpti_device_move(t, t->first, t->host.first, params, fetch);
+    if (rc == MPT_OK) rc = mpti_device_move(t, t->second, t->host.second, params, fetch);
+    if (rc) return rc;
+    return mpti_device_move(t, t->running, t->host.running, t->model->num_stats, fetch);
+}
+
+/* Sets all that a step goes on from: t->host, the scaler, the optimizer's counters. */
+static mpt_result mpti_device_put(mpt_trainer *t) {
+    mpt_step_state s;
+    mpt_result rc = mpti_device_move_learned(t, false);
+
+    memset(&s, 0, sizeof s);
+    s.scaler = t->scaler;
+    s.applied_steps = t->optimizer.applied_steps;
+    s.beta1_power = t->optimizer.beta1_power;
+    s.beta2_power = t->optimizer.beta2_power;
+    s.first_nonfinite = -1;
+    return rc ? rc : t->net.backend->upload(t->net.self, t->device.state, &s, sizeof s);
+}
+
+/* ---- a pass ---------------------------------------------------------------------------------- */
+/* The records that the net was pointed at go there. Labels get a place that never changes, for
+   recorded operators. */
+static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images) {
+    const mpt_backend *b = t->net.backend;
+    size_t n = (size_t)t->net.num_valid, labels_at = mpti_align(n * picture);
+    size_t ids_at = labels_at + mpti_align(n * sizeof(int32_t));
+    size_t bytes = ids_at + n * sizeof(uint64_t);
+    mpt_copy_args copy;
+    void *host, *there;
+    mpt_result rc = b->stage_begin(t->net.self, &host);
+
+    if (rc) return rc;
+    memcpy(host, *images, n * picture);
+    if (t->net.labels)
+        memcpy((uint8_t *)host + labels_at, t->net.labels, n * sizeof(int32_t));
+    if (t->net.sample_ids)
+        memcpy((uint8_t *)host + ids_at, t->net.sample_ids, n * sizeof(uint64_t));
+    rc = b->stage_end(t->net.self, bytes, &there);
+    if (rc) return rc;
+    *images = there;
+    if (t->net.sample_ids) t->net.sample_ids = (const uint64_t *)((uint8_t *)there + ids_at);
+    if (!t->net.labels) return MPT_OK;
+    copy.src = (const uint8_t *)there + labels_at;
+    copy.dst = t->device.labels;
+    copy.bytes = n * sizeof(int32_t);
+    t->net.labels = t->device.labels;
+    return b->copy(t->net.self, &copy);
+}
+
+/* Forward and backward; full microbatches behind the first step are recorded once and replayed. */
+static mpt_result mpti_device_forward_backward(mpt_trainer *t) {
+    const mpt_backend *b = t->net.backend;
+    void **recording = &t->device.recordings[t->depth];
+    mpt_result rc, ended;
+
+    if (t->step == 0 || t->net.num_valid != t->net.capacity)
+        return mpti_trainer_forward_backward(t);
+    if (!*recording) {
+        rc = b->record_begin(t->net.self);
+        if (rc) return rc;
+        rc = mpti_trainer_forward_backward(t);
+        ended = b->record_end(t->net.self, recording);
+        if (rc || ended) return rc ? rc : ended;
+    }
+    return b->replay(t->net.self, *recording);
+}
 
 static mpt_result mpti_device_clear_evaluation(mpt_trainer *t) {
     mpt_softmax_stats zeros;
@@ -14551,86 +15438,97 @@ static mpt_result mpti_device_add_evaluation(mpt_trainer *t, mpt_softmax_stats *
     return MPT_OK;
 }
 
-/* Forward in inference mode over n records of one lane, piece by piece. */
-static mpt_result mpti_trainer_infer(mpt_trainer *t, const mpt_batch *b, int64_t first, int64_t n,
-                                     float *probabilities, mpt_softmax_stats *stats) {
-    int classes = t->model->nodes[t->model->logits].c;
-    bool on_device = mpti_on_device(t);
-    int64_t at, piece;
-    mpt_result rc = on_device ? mpti_device_clear_evaluation(t) : MPT_OK;
+/* ---- a step ---------------------------------------------------------------------------------- */
+/* Reads the report of one step, and what the host has to know of its outcome. */
+static mpt_result mpti_device_report(mpt_trainer *t, int64_t step) {
+    double now;
+    mpt_step_state s;
+    mpt_result rc = t->net.backend->update_wait(t->net.self, step, &s);
 
-    t->net.training = false;
-    t->net.stats = on_device ? t->device.evaluation : stats;
-    for (at = 0; at < n && rc == MPT_OK; at += piece) {
-        float *out = probabilities ? probabilities + at * classes : NULL;
-        const void *images;
-        piece = n - at < t->net.capacity ? n - at : t->net.capacity;
-        t->net.probabilities = out && on_device ? t->device.probabilities : out;
-        rc = mpti_trainer_point(t, b, first + at, piece, &images);
-        if (rc == MPT_OK) rc = mpti_net_input(&t->net, images, b->images.dtype);
-        if (rc == MPT_OK) rc = mpti_net_forward(&t->net);
-        if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
-        if (rc == MPT_OK && out && on_device)
-            rc = t->net.backend->download(t->net.self, out, t->device.probabilities,
-                                          sizeof *out * (size_t)(piece * classes));
-    }
-    if (rc == MPT_OK && on_device) rc = mpti_device_add_evaluation(t, stats);
-    t->net.probabilities = NULL;
-    return rc ? mpti_trainer_step_failed(t, rc) : MPT_OK;
+    if (rc) return rc;
+    now = mpti_seconds();
+    t->last = s.report;
+    t->last.seconds = now - t->seconds;
+    t->seconds = now;
+    t->scaler = s.scaler;
+    t->optimizer.applied_steps = s.applied_steps;
+    t->optimizer.beta1_power = s.beta1_power;
+    t->optimizer.beta2_power = s.beta2_power;
+    t->device.reported = step;
+    if (!mpt_loss_scaler_is_stuck(&t->scaler)) return MPT_OK;
+    return mpti_trainer_stuck(t, s.first_nonfinite);
 }
 
-static mpt_result mpti_trainer_evaluate_batch(mpt_trainer *t, const mpt_batch *b, mpt_metrics *m,
-                                              mpt_softmax_stats *stats) {
-    int64_t lane, capacity, valid;
-    mpt_result rc = mpti_trainer_check_batch(t, b, &capacity);
+static mpt_result mpti_device_sync(mpt_trainer *t) {
+    mpt_result rc = MPT_OK;
 
-    if (rc == MPT_OK) rc = mpti_trainer_check_labels(t, b, capacity);
-    for (lane = 0; lane < mpti_lane_count(b) && rc == MPT_OK; lane++) {
-        valid = mpti_lane_valid(b, lane, capacity);
-        rc = mpti_trainer_infer(t, b, lane * capacity, valid, NULL, stats);
-        m->num_samples += valid;
-    }
+    while (rc == MPT_OK && t->device.reported < t->step)
+        rc = mpti_device_report(t, t->device.reported + 1);
     return rc;
 }
 
-MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out) {
-    mpt_softmax_stats stats;
-    mpt_metrics m;
-    mpt_batch b;
-    mpt_result rc = MPT_OK;
-
-    if (!t || !data || !out) return MPT_ERR_INVALID_ARGUMENT;
-    memset(&stats, 0, sizeof stats);
-    memset(&m, 0, sizeof m);
-    while (rc == MPT_OK && (rc = mpt_loader_next(data, &b)) == MPT_OK)
-        rc = mpti_trainer_evaluate_batch(t, &b, &m, &stats);
-    if (rc != MPT_END) return mpti_report(t->ctx, rc);
-    m.num_correct = stats.num_correct;
-    m.num_correct_top5 = stats.num_correct_top5;
-    m.loss = m.num_samples ? stats.loss / (double)m.num_samples : 0;
-    *out = m;
-    return MPT_OK;
-}
-
-MPT_API mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch, float *probabilities) {
-    mpt_softmax_stats ignored;
-    mpt_batch pictures;
-    int64_t capacity;
+/* Makes t->host, the scaler and the counters what they are after the last step. */
+static mpt_result mpti_trainer_fetch(mpt_trainer *t) {
     mpt_result rc;
 
-    if (!t || !batch || !probabilities) return MPT_ERR_INVALID_ARGUMENT;
-    memset(&ignored, 0, sizeof ignored);
-    pictures = *batch;
-    pictures.labels.data = NULL;
-    rc = mpti_trainer_check_batch(t, &pictures, &capacity);
-    if (rc == MPT_OK)
-        rc = mpti_trainer_infer(t, &pictures, 0, mpti_lane_valid(batch, 0, capacity),
-                                probabilities, &ignored);
-    return mpti_report(t->ctx, rc);
+    if (!mpti_on_device(t)) return MPT_OK;
+    rc = mpti_device_sync(t);
+    if (rc == MPT_ERR_INVALID_STATE) rc = MPT_OK; /* stuck, but what was learned is there */
+    return rc ? rc : mpti_device_move_learned(t, true);
+}
+
+static void mpti_device_update_args(const mpt_trainer *t, mpt_update_args *a) {
+    const mpti_device *d = &t->device;
+    int i;
+
+    memset(a, 0, sizeof *a);
+    a->state = d->state;
+    a->weights = t->masters;
+    a->row = t->rows[0];
+    a->first = t->first;
+    a->second = t->second;
+    a->half = t->half;
+    a->half_dtype = t->net.operand;
+    a->running = t->running;
+    a->momentum = d->momentum;
+    a->chunks = d->chunks;
+    a->segments = d->segments;
+    a->sums = d->sums;
+    a->ratios = d->ratios;
+    a->num_params = t->model->num_params;
+    a->num_stats = t->model->num_stats;
+    a->num_chunks = t->optimizer.num_chunks;
+    a->num_segments = t->num_parameters;
+    a->optimizer = t->desc.optimizer;
+    a->step = t->step;
+    a->num_samples = t->num_samples;
+    a->fitting = (double)t->batch_size * t->desc.accumulate_steps;
+    a->first_applied = t->optimizer.applied_steps;
+    for (i = 0; i < (int)(sizeof a->rates / sizeof a->rates[0]); i++)
+        a->rates[i] = mpt_schedule_rate(&t->desc.schedule, t->desc.optimizer.learning_rate,
+                                        a->first_applied + i, t->desc.total_steps);
+}
+
+/* The lines of mpt_trainer_apply, begun on the device. At most two steps are under way, so the
+   learning rate is one of the next two; the report is that of the step before. */
+static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out) {
+    mpt_update_args a;
+    mpt_result rc;
+
+    if (t->num_samples == 0) return mpti_trainer_no_record(t);
+    t->step++;
+    mpti_device_update_args(t, &a);
+    rc = t->net.backend->update(t->net.self, &a);
+    if (rc == MPT_OK) rc = mpti_trainer_widen(t);
+    mpti_trainer_begin_step(t);
+    while (rc == MPT_OK && t->device.reported < t->step - 1)
+        rc = mpti_device_report(t, t->device.reported + 1);
+    *out = t->last;
+    return rc;
 }
 
 /* =================================================================================================
- * >>safetensors   12.2 Files of tensors: SHA-256, JSON, safetensors
+ * >>safetensors   12.4 Files of tensors: SHA-256, JSON, safetensors
  * =================================================================================================
  * Problem: a run has to survive its process, weights have to be read by tools not written yet, and
  *          a file that comes from elsewhere may be anything.
@@ -15463,7 +16361,7 @@ MPT_API mpt_result mpt_safetensors_writer_finish(mpt_safetensors_writer *w) {
 }
 
 /* =================================================================================================
- * >>state   12.3 State: hash, export and import, checkpoints
+ * >>state   12.5 State: hash, export and import, checkpoints
  * =================================================================================================
  *
  * Problem: a run has to go on where it stopped, to the bit, and what it learned has to be readable
