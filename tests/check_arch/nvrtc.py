@@ -1,0 +1,56 @@
+"""Compiles the device code of a CUDA file for one architecture with the CUDA 12.9 of a PyPI venv.
+
+NVRTC makes PTX of the source, ptxas makes a cubin of that and tells what each kernel takes. NVRTC
+sees no host code: it defines __CUDACC_RTC__, under which kernels.cu leaves its launchers out.
+"""
+import ctypes
+import os
+import subprocess
+import sysconfig
+
+PACKAGES = os.path.join(sysconfig.get_paths()['purelib'], 'nvidia')
+LIBRARY = os.path.join(PACKAGES, 'cuda_nvrtc', 'lib', 'libnvrtc.so.12')
+PTXAS = os.path.join(PACKAGES, 'cuda_nvcc', 'bin', 'ptxas')
+INCLUDES = [os.path.join(PACKAGES, package, 'include')
+            for package in ('cuda_runtime', 'cuda_cccl', 'cuda_nvcc')]
+
+
+class CompileError(Exception):
+    """What the compiler said, as one text."""
+
+
+def _text(library, what, program):
+    """The log, PTX or the like of a program: NVRTC's nvrtcGet<what>Size and nvrtcGet<what>"""
+    size = ctypes.c_size_t()
+    getattr(library, f'nvrtcGet{what}Size')(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    getattr(library, f'nvrtcGet{what}')(program, buffer)
+    return buffer.value.decode(errors='replace')
+
+
+def ptx(source, arch, defines=()):
+    """PTX of the file for compute_<arch>"""
+    library = ctypes.CDLL(LIBRARY)
+    options = [f'--gpu-architecture=compute_{arch}', '--std=c++17', '-I.']
+    options += [f'-I{path}' for path in INCLUDES] + [f'-D{define}' for define in defines]
+    with open(source, 'rb') as file:
+        text = file.read()
+    program = ctypes.c_void_p()
+    library.nvrtcCreateProgram(ctypes.byref(program), text, os.path.basename(source).encode(), 0,
+                               None, None)
+    arguments = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+    failed = library.nvrtcCompileProgram(program, len(options), arguments)
+    result = _text(library, 'ProgramLog' if failed else 'PTX', program)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise CompileError(result or f'NVRTC error {failed}')
+    return result
+
+
+def assemble(ptx_file, arch, cubin_file):
+    """Machine code of a PTX file; returns what ptxas -v says about its kernels."""
+    done = subprocess.run([PTXAS, '-v', f'-arch=sm_{arch}', ptx_file, '-o', cubin_file],
+                          capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileError(done.stderr or f'ptxas ended with status {done.returncode}')
+    return done.stdout + done.stderr
