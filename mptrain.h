@@ -14150,6 +14150,7 @@ static void mpti_device_close(mpt_trainer *t);
 static mpt_result mpti_device_put(mpt_trainer *t);
 static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images);
 static mpt_result mpti_device_forward_backward(mpt_trainer *t);
+static void mpti_device_begin_step(mpt_trainer *t);
 static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out);
 static mpt_result mpti_device_sync(mpt_trainer *t);
 static mpt_result mpti_device_clear_evaluation(mpt_trainer *t);
@@ -14770,7 +14771,10 @@ MPT_API mpt_result mpt_trainer_accumulate(mpt_trainer *t, const mpt_batch *batch
         rc = mpti_trainer_slice(t, batch, i, &images);
         if (rc == MPT_OK) rc = mpti_trainer_microbatch(t, images, batch->images.dtype);
     }
-    if (rc && i > 0) mpti_trainer_begin_step(t); /* half a batch is worth nothing */
+    if (rc && i > 0) { /* half a batch is worth nothing */
+        mpti_trainer_begin_step(t);
+        if (mpti_on_device(t)) mpti_device_begin_step(t);
+    }
     return mpti_report(t->ctx, rc);
 }
 
@@ -15440,6 +15444,17 @@ static mpt_result mpti_device_forward_backward(mpt_trainer *t) {
         if (rc || ended) return rc ? rc : ended;
     }
     return b->replay(t->net.self, *recording);
+}
+
+/* Losses of microbatches that failed don't count. The update clears those of a step by itself. */
+static void mpti_device_begin_step(mpt_trainer *t) {
+    mpt_fill_args zeros;
+
+    zeros.dst = &t->device.state->stats;
+    zeros.count = (int64_t)(sizeof t->device.state->stats / sizeof(float));
+    zeros.value = 0;
+    zeros.dtype = MPT_F32;
+    (void)t->net.backend->fill(t->net.self, &zeros); /* where it fails, the next call does too */
 }
 
 static mpt_result mpti_device_clear_evaluation(mpt_trainer *t) {
