@@ -259,11 +259,11 @@ static void run_magnitudes(cpu *c, const mpt_conv2d_args *a, const tensors *t, t
 /* Products of 16-bit numbers are exact in FP32. A tensor core adds four of them or more at once and
    may cut off where it should round: 2^-23 of the sum of |products| for each of depth / 4 additions
    at most, plain FP32 code rounds by 2^-24 in each of `depth`, and the CPU that this is compared with
-   does too. Then storage rounds once: by 2^-11 of the result in FP16 and 2^-9 in BF16, by 2^-25
+   does too. Then storage rounds once: by 2^-11 of the result in FP16 and 2^-8 in BF16, by 2^-25
    where FP16 is subnormal. */
 static void check_tensor(const char *what, mpt_dtype dtype, const float *got, const float *want,
                          const float *magnitude, size_t count, double depth) {
-    const double half_ulp = dtype == MPT_F16 ? 1 / 2048.0 : dtype == MPT_BF16 ? 1 / 512.0 : 0;
+    const double half_ulp = dtype == MPT_F16 ? 1 / 2048.0 : dtype == MPT_BF16 ? 1 / 256.0 : 0;
     const double sum = (8 + depth) / 8388608.0, least = dtype == MPT_F32 ? 1e-30 : 3e-8;
     size_t i;
     for (i = 0; i < count; i++) {
@@ -333,7 +333,7 @@ enum { NUM_SHAPES = sizeof(shapes) / sizeof(shapes[0]) };
    it with 2, as the runner has it, and one that does with any number up to 108. */
 static const conv_shape tile_shapes[] = {
     {2, 16, 16, 32, 128, 3, 3, 1, 1},  {1, 15, 17, 32, 130, 1, 1, 1, 0},
-    {4, 16, 16, 40, 64, 1, 1, 1, 0},   {2, 16, 13, 64, 40, 3, 3, 1, 1},
+    {8, 16, 16, 40, 64, 1, 1, 1, 0},   {2, 16, 13, 64, 40, 3, 3, 1, 1},
     {1, 9, 7, 128, 128, 3, 3, 1, 1},   {4, 16, 16, 64, 64, 3, 3, 2, 1},
     {4, 16, 16, 128, 256, 1, 1, 1, 0},
 };
@@ -565,7 +565,7 @@ MPT_TEST(any_number_of_channels_gives_the_result_of_fp32) {
 
 /* ---- PyTorch's numbers --------------------------------------------------------------------------
    Within a share of a tensor's largest magnitude: FP32 rounds sums of at most 576 terms, 16-bit
-   types round results by 2^-11 and 2^-9, and BF16 the inputs, exact in FP16, as well. */
+   types round results by 2^-11 and 2^-8, and BF16 the inputs, exact in FP16, as well. */
 static void check_share(const reference_file *f, const char *layer, const char *name,
                         const float *got, double share) {
     char key[64];
