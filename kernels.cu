@@ -1783,6 +1783,8 @@ MPTK_PLAIN_KERNELS(__nv_bfloat16)
  * (Chan, Golub, LeVeque 1979). As p is one of the thread's R values, m2 is at least (p - mean)^2, so
  * what cancels in sum(d^2) - sum(d)^2 / R is at most R times m2: a relative error of R 2^-23 in the
  * worst case (one value far from all others), 2^-22 or so in the usual one. R is some 10 to 100.
+ * Means are kept relative to the channel's value in the first row: 3000.2 has no more than 13 bits
+ * behind the point, too few for differences between means.
  */
 namespace mptk {
 
@@ -1805,6 +1807,7 @@ struct batchnorm_args {
     float *dgamma, *dbeta;             /* (c) */
     float *batch_mean, *batch_inv_std, *batch_var; /* (c) */
     float *parts;                                  /* (num_parts, 2, c) */
+    float *reference; /* (c): values of the first row, which means in parts are relative to */
     int rows, valid_rows, c;
     int lanes, columns; /* lanes of a block, a power of two; blocks side by side */
     int part_rows;      /* rows of a block in the sums, a multiple of its rows side by side */
@@ -1868,7 +1871,7 @@ MPTK_FN bool batchnorm_owns_channel(const batchnorm_args &a, int width, int colu
 
 /* ---- statistics ------------------------------------------------------------------------------ */
 template <int VEC> struct batchnorm_moments { /* of `count` values of each of VEC channels */
-    float count, mean[VEC], m2[VEC];
+    float count, mean[VEC], m2[VEC]; /* mean: relative to the channel's reference */
 };
 
 template <int VEC>
@@ -1934,12 +1937,16 @@ __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
     const int count = max((place.end - place.begin + place.step - 1) / place.step, 0);
     const T *x = static_cast<const T *>(a.x) + place.channel;
     mptk::batchnorm_moments<VEC> m;
-    float pivot[VEC], sum[VEC], squares[VEC];
+    float reference[VEC], pivot[VEC], sum[VEC], squares[VEC];
 
+    mptk::fill_vec<VEC>(reference, 0.0f);
     mptk::fill_vec<VEC>(pivot, 0.0f);
     mptk::fill_vec<VEC>(sum, 0.0f);
     mptk::fill_vec<VEC>(squares, 0.0f);
-    if (count > 0) mptk::load_vec<VEC>(x + static_cast<size_t>(place.begin) * a.c, pivot);
+    if (count > 0) {
+        mptk::load_vec<VEC>(x, reference);
+        mptk::load_vec<VEC>(x + static_cast<size_t>(place.begin) * a.c, pivot);
+    }
     for (int row = place.begin; row < place.end; row += place.step) {
         float value[VEC];
         mptk::load_vec<VEC>(x + static_cast<size_t>(row) * a.c, value);
@@ -1954,7 +1961,7 @@ __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
 #pragma unroll
     for (int i = 0; i < VEC; i++) {
         const float mean = sum[i] / static_cast<float>(max(count, 1));
-        m.mean[i] = pivot[i] + mean;
+        m.mean[i] = (pivot[i] - reference[i]) + mean;
         m.m2[i] = squares[i] - sum[i] * mean;
     }
     const mptk::batchnorm_moments<1> all = mptk::block_merge_moments<VEC>(a.lanes, m);
@@ -1963,6 +1970,8 @@ __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
         float *part = a.parts + static_cast<size_t>(place.part) * 2 * a.c;
         part[channel] = all.mean[0];
         part[a.c + channel] = all.m2[0];
+        if (place.part == 0 && a.valid_rows > 0)
+            a.reference[channel] = mptk::load(static_cast<const T *>(a.x) + channel);
     }
 }
 
@@ -1988,7 +1997,7 @@ __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
         const float count = static_cast<float>(a.valid_rows);
         const float var = a.valid_rows > 0 ? m.m2[0] / count : 0.0f;
         const float inv_std = 1.0f / sqrtf(var + a.epsilon);
-        a.batch_mean[channel] = m.mean[0];
+        a.batch_mean[channel] = a.valid_rows > 0 ? a.reference[channel] + m.mean[0] : 0.0f;
         a.batch_inv_std[channel] = a.valid_rows > 0 ? inv_std : 0.0f;
         a.batch_var[channel] = a.valid_rows > 1 ? m.m2[0] / (count - 1.0f) : var;
     }
@@ -2130,9 +2139,11 @@ __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
     }
 }
 
-/* Pass 2: dx, which may lie where dy does, and the residual's gradient, which is g. */
+/* Pass 2: dx, which may lie where dy does, and the residual's gradient, which is g. Eight channels of
+   FP32 are 48 numbers with their constants, too many for 64 registers. */
 template <class T, int VEC>
-__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
+__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS,
+                                  sizeof(T) == 4 ? 3 : mptk::STREAM_BLOCKS)
     mptk_batchnorm_backward_apply_kernel(mptk::batchnorm_args a) {
     const mptk::batchnorm_place place = mptk::batchnorm_place_of<VEC>(a, a.apply_rows, a.rows);
     const float count = static_cast<float>(max(a.valid_rows, 1));
@@ -3984,7 +3995,7 @@ template <class T, int VEC> static int batchnorm_backward(const batchnorm_args &
 
 extern "C" size_t mptk_batchnorm_workspace_bytes(const mpt_batchnorm_args *a) {
     const mptk::batchnorm_args p = mptk::batchnorm_plan(a);
-    return static_cast<size_t>(p.num_parts) * 2 * p.c * sizeof(float);
+    return (static_cast<size_t>(p.num_parts) * 2 + 1) * p.c * sizeof(float);
 }
 
 extern "C" int mptk_batchnorm_forward(const mpt_batchnorm_args *a, void *stream) {
@@ -4003,6 +4014,7 @@ extern "C" int mptk_batchnorm_forward(const mpt_batchnorm_args *a, void *stream)
     p.batch_inv_std = a->batch_inv_std;
     p.batch_var = a->batch_var;
     p.parts = static_cast<float *>(a->workspace);
+    p.reference = p.parts + static_cast<size_t>(p.num_parts) * 2 * p.c;
     p.relu = a->relu;
     p.epsilon = a->epsilon;
     MPTK_BY_DTYPE(a->dtype, T,
