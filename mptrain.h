@@ -1586,12 +1586,20 @@ int mptk_abi_version(void);        /* MPT_ABI_VERSION that it was compiled with 
 const char *mptk_arch_list(void);  /* "70 75 80": what it was compiled for */
 /* Which kernel a shape gets, static text: "tensor cores, 128x128 tile", "simt". */
 const char *mptk_conv2d_fprop_kernel(const mpt_conv2d_args *a);
+const char *mptk_conv2d_dgrad_kernel(const mpt_conv2d_args *a);
+const char *mptk_conv2d_wgrad_kernel(const mpt_conv2d_args *a);
 size_t mptk_conv2d_fprop_workspace_bytes(const mpt_conv2d_args *a);
 size_t mptk_conv2d_dgrad_workspace_bytes(const mpt_conv2d_args *a);
 size_t mptk_conv2d_wgrad_workspace_bytes(const mpt_conv2d_args *a);
 int mptk_conv2d_fprop(const mpt_conv2d_args *a, void *stream);
 int mptk_conv2d_dgrad(const mpt_conv2d_args *a, void *stream);
 int mptk_conv2d_wgrad(const mpt_conv2d_args *a, void *stream);
+/* fprop that also sums up what it wrote, for batch normalization: partial (stats_rows,2,k) gets sums
+   of y - pivot and of their squares, pivot (k) any numbers near the means; to be added in order.
+   stats_rows 0: this shape has no such kernel. */
+int mptk_conv2d_fprop_stats_rows(const mpt_conv2d_args *a);
+int mptk_conv2d_fprop_stats(const mpt_conv2d_args *a, float *partial, const float *pivot,
+                            void *stream);
 /* y (rows,columns) += bias; sums[column] = sum over rows of x, whose workspace is FP32. */
 int mptk_add_bias(void *y, const float *bias, int64_t rows, int columns, mpt_dtype dtype,
                   void *stream);
