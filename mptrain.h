@@ -256,9 +256,18 @@
 #ifndef MPTRAIN_H
 #define MPTRAIN_H
 
+#ifdef __CUDACC_RTC__ /* NVIDIA's run-time compiler, for kernels.cu: it has no headers, but size_t */
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#else
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -348,6 +357,7 @@ typedef struct mpt_ctx_desc {
     int num_threads; /* for mpt_parallel_for, this one included; default: number of cores */
     mpt_allocator allocator;
     mpt_logger logger;
+    mpt_error *error; /* optional: filled where mpt_ctx_create fails and leaves no context to ask */
 } mpt_ctx_desc;
 
 /* desc NULL: all defaults. */
@@ -1460,6 +1470,8 @@ typedef struct mpt_step_state { /* lives where the backend computes, from step t
     mpt_step_report report;          /* of the last update; the host adds `seconds` */
     int64_t first_nonfinite;         /* index in its row; -1: none */
     float multiplier, rate;          /* unscale * clip, and the learning rate, of the last update */
+    float step_rate, keep, root;     /* what >>optim makes of the rate: Adam's r / (1 - beta1^t),
+                                        AdamW's 1 - r d, Adam's sqrt(1 - beta2^t) */
     int skip;                        /* 1: the last update changed nothing */
 } mpt_step_state;
 
@@ -2762,16 +2774,19 @@ MPT_API mpt_result mpt_ctx_create(const mpt_ctx_desc *desc, mpt_ctx **out) {
     *out = NULL;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
-    if (d.num_threads < 0 || d.num_threads > 1024) return MPT_ERR_INVALID_ARGUMENT;
-    if (!d.allocator.alloc != !d.allocator.free) return MPT_ERR_INVALID_ARGUMENT;
+    if (d.num_threads < 0 || d.num_threads > 1024 || !d.allocator.alloc != !d.allocator.free)
+        return MPTI_FAIL(d.error, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_ctx_desc: num_threads must be in 0 .. 1024, and the allocator have "
+                         "both functions or neither");
     if (d.num_threads == 0) d.num_threads = mpti_num_cores();
     if (!MPTI_HAVE_THREADS) d.num_threads = 1;
     ctx = (mpt_ctx *)mpti_calloc(&d.allocator, 1, sizeof *ctx);
-    if (!ctx) return MPT_ERR_OUT_OF_MEMORY;
+    if (!ctx) return MPTI_NO_MEMORY(d.error, "no memory for a context");
     ctx->desc = d;
     ctx->backend = d.backend ? d.backend : mpt_backend_cpu();
     rc = ctx->backend->open(ctx, d.device, &ctx->backend_self);
     if (rc) {
+        if (d.error) *d.error = ctx->error;
         mpt_ctx_destroy(ctx);
         return rc;
     }
@@ -11109,7 +11124,7 @@ typedef struct mpti_cuda_gemm {
     mpt_dtype dtype;
 } mpti_cuda_gemm;
 
-static cudaDataType_t mpti_cuda_type(mpt_dtype dtype) {
+static cudaDataType mpti_cuda_type(mpt_dtype dtype) {
     return dtype == MPT_F32 ? CUDA_R_32F : dtype == MPT_F16 ? CUDA_R_16F : CUDA_R_16BF;
 }
 
@@ -14135,6 +14150,7 @@ static void mpti_device_close(mpt_trainer *t);
 static mpt_result mpti_device_put(mpt_trainer *t);
 static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images);
 static mpt_result mpti_device_forward_backward(mpt_trainer *t);
+static void mpti_device_begin_step(mpt_trainer *t);
 static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out);
 static mpt_result mpti_device_sync(mpt_trainer *t);
 static mpt_result mpti_device_clear_evaluation(mpt_trainer *t);
@@ -14755,7 +14771,10 @@ MPT_API mpt_result mpt_trainer_accumulate(mpt_trainer *t, const mpt_batch *batch
         rc = mpti_trainer_slice(t, batch, i, &images);
         if (rc == MPT_OK) rc = mpti_trainer_microbatch(t, images, batch->images.dtype);
     }
-    if (rc && i > 0) mpti_trainer_begin_step(t); /* half a batch is worth nothing */
+    if (rc && i > 0) { /* half a batch is worth nothing */
+        mpti_trainer_begin_step(t);
+        if (mpti_on_device(t)) mpti_device_begin_step(t);
+    }
     return mpti_report(t->ctx, rc);
 }
 
@@ -15425,6 +15444,17 @@ static mpt_result mpti_device_forward_backward(mpt_trainer *t) {
         if (rc || ended) return rc ? rc : ended;
     }
     return b->replay(t->net.self, *recording);
+}
+
+/* Losses of microbatches that failed don't count. The update clears those of a step by itself. */
+static void mpti_device_begin_step(mpt_trainer *t) {
+    mpt_fill_args zeros;
+
+    zeros.dst = &t->device.state->stats;
+    zeros.count = (int64_t)(sizeof t->device.state->stats / sizeof(float));
+    zeros.value = 0;
+    zeros.dtype = MPT_F32;
+    (void)t->net.backend->fill(t->net.self, &zeros); /* where it fails, the next call does too */
 }
 
 static mpt_result mpti_device_clear_evaluation(mpt_trainer *t) {
