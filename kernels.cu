@@ -2130,9 +2130,11 @@ __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
     }
 }
 
-/* Pass 2: dx, which may lie where dy does, and the residual's gradient, which is g. */
+/* Pass 2: dx, which may lie where dy does, and the residual's gradient, which is g. Eight channels of
+   FP32 are 48 numbers with their constants, too many for 64 registers. */
 template <class T, int VEC>
-__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
+__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS,
+                                  sizeof(T) == 4 ? 3 : mptk::STREAM_BLOCKS)
     mptk_batchnorm_backward_apply_kernel(mptk::batchnorm_args a) {
     const mptk::batchnorm_place place = mptk::batchnorm_place_of<VEC>(a, a.apply_rows, a.rows);
     const float count = static_cast<float>(max(a.valid_rows, 1));
