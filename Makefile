@@ -164,7 +164,7 @@ CUDA_TESTS     := $(notdir $(basename $(wildcard tests/cuda/test_*.c)))
 runner_main    := $(RUNNER)/test_% $(RUNNER)/bugs%
 RUNNER_OBJS    := $(patsubst $(RUNNER)/%.cpp,$(ON_CPU)/%.o, \
                     $(filter-out $(runner_main),$(wildcard $(RUNNER)/*.cpp)))
-RUNNER_FILES   := $(wildcard $(RUNNER)/*.h $(RUNNER)/include/*.h)
+RUNNER_FILES   := $(wildcard $(RUNNER)/*.h $(RUNNER)/include/*.h $(RUNNER)/runtime/*)
 machine_x86_64 := -mavx2 -mfma -mf16c
 # Half memory is read as uint4 in kernels.cu, as nvcc allows; -ffp-contract=off: no FMA but fmaf.
 RUNNER_FLAGS    = -std=c++17 $(CFLAGS) -g -fno-strict-aliasing -ffp-contract=off \

@@ -74,6 +74,9 @@
     extern __shared__ __align__(128) unsigned char mptk_dynamic_smem[]; \
     type *name = reinterpret_cast<type *>(mptk_dynamic_smem)
 #endif
+#ifndef MPTK_DYN_SMEM_BYTES /* how much it is; tests/check_arch writes it into the PTX */
+#define MPTK_DYN_SMEM_BYTES(bytes)
+#endif
 
 #define MPTK_FN __device__ __forceinline__     /* a device function */
 #define MPTK_METHOD __device__ __forceinline__ /* a member of a device struct */
@@ -1176,7 +1179,8 @@ MPTK_FN void gather_epilogue(const gather_args &g, const ENGINE &engine, float *
 /* CTAs that share rows are neighbours, so that x is read from memory once. */
 template <class T, class TILE, bool DGRAD, bool SMALLC>
 MPTK_FN void gather(const gather_args &g) {
-    typedef typename gather_product<T, TILE, DGRAD, GENERATION>::engine engine_type;
+    typedef gather_product<T, TILE, DGRAD, GENERATION> product;
+    typedef typename product::engine engine_type;
     typedef gather_loader<T, TILE, DGRAD, SMALLC> loader_type;
     const int column_tiles = ceil_div(g.oc, TILE::BN);
     const int tile_row = blockIdx.x / column_tiles;
@@ -1184,6 +1188,7 @@ MPTK_FN void gather(const gather_args &g) {
     const int phase_row = blockIdx.y / g.stride_w, phase_column = blockIdx.y % g.stride_w;
     const tap_range in_rows = taps_of<DGRAD>(phase_row, g.r, g.stride_h, g.pad_h);
     const tap_range in_columns = taps_of<DGRAD>(phase_column, g.s, g.stride_w, g.pad_w);
+    MPTK_DYN_SMEM_BYTES(product::SMEM_BYTES);
     MPTK_DYN_SMEM(T, smem);
     engine_type engine;
     loader_type loader(g, in_rows, in_columns, tile_row * TILE::BM, n0);
@@ -1313,13 +1318,15 @@ template <class T, class TILE, generation GEN> struct wgrad_product {
 };
 
 template <class T, class TILE, bool PLAIN> MPTK_FN void wgrad(const wgrad_args &g) {
-    typedef typename wgrad_product<T, TILE, GENERATION>::engine engine_type;
+    typedef wgrad_product<T, TILE, GENERATION> product;
+    typedef typename product::engine engine_type;
     typedef wgrad_loader<T, TILE, PLAIN> loader_type;
     const int columns = g.r * g.s * g.xc, column_tiles = ceil_div(columns, TILE::BN);
     const int tile_row = blockIdx.x / column_tiles, k0 = tile_row * TILE::BM;
     const int n0 = (blockIdx.x - tile_row * column_tiles) * TILE::BN;
     const int begin = blockIdx.y * g.chunk;
     const int end = begin + g.chunk < g.pixels ? begin + g.chunk : g.pixels;
+    MPTK_DYN_SMEM_BYTES(product::SMEM_BYTES);
     MPTK_DYN_SMEM(T, smem);
     engine_type engine;
     loader_type loader(g, k0, n0, begin, end);

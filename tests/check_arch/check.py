@@ -90,7 +90,8 @@ def demangle(names):
 def without_parameters(signature):
     """"void f<g(1), 2>(float*)" becomes "f<1, 2>": c++filt writes casts of constants as (type)1."""
     text = re.sub(r'\((?:unsigned )?(?:int|bool|long|short|char|[a-z_:]+)\)(?=-?\d)', '', signature)
-    text = text.removeprefix('void ')
+    text = text.removeprefix('void ').replace('mptk::', '')
+    text = text.replace('__half', 'half').replace('__nv_bfloat16', 'bf16')
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter == '<') - (letter == '>')

@@ -14,6 +14,16 @@ PTXAS = os.path.join(PACKAGES, 'cuda_nvcc', 'bin', 'ptxas')
 INCLUDES = [os.path.join(PACKAGES, package, 'include')
             for package in ('cuda_runtime', 'cuda_cccl', 'cuda_nvcc')]
 
+# NVRTC comes without a C library. These are what mptrain.h's declarations need.
+HEADERS = {
+    'stddef.h': '',  # size_t and NULL are built in
+    'stdbool.h': '',
+    'stdint.h': '\n'.join(f'typedef {kind} int{bits}_t; typedef unsigned {kind} uint{bits}_t;'
+                          for kind, bits in (('char', 8), ('short', 16), ('int', 32),
+                                             ('long', 64))).replace('typedef char',
+                                                                    'typedef signed char'),
+}
+
 
 class CompileError(Exception):
     """What the compiler said, as one text."""
@@ -28,18 +38,25 @@ def _text(library, what, program):
     return buffer.value.decode(errors='replace')
 
 
+def _strings(texts):
+    """A C array of C strings"""
+    return (ctypes.c_char_p * len(texts))(*[text.encode() for text in texts])
+
+
 def ptx(source, arch, defines=()):
     """PTX of the file for compute_<arch>"""
     library = ctypes.CDLL(LIBRARY)
-    options = [f'--gpu-architecture=compute_{arch}', '--std=c++17', '-I.']
-    options += [f'-I{path}' for path in INCLUDES] + [f'-D{define}' for define in defines]
+    includes = [os.path.dirname(source) or '.'] + INCLUDES
+    # -default-device: mptrain.h's prototypes are not marked as the host's, which NVRTC refuses.
+    options = [f'--gpu-architecture=compute_{arch}', '--std=c++17', '-default-device']
+    options += [f'-I{path}' for path in includes] + [f'-D{define}' for define in defines]
     with open(source, 'rb') as file:
         text = file.read()
     program = ctypes.c_void_p()
-    library.nvrtcCreateProgram(ctypes.byref(program), text, os.path.basename(source).encode(), 0,
-                               None, None)
-    arguments = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-    failed = library.nvrtcCompileProgram(program, len(options), arguments)
+    library.nvrtcCreateProgram(ctypes.byref(program), text, source.encode(),
+                               len(HEADERS), _strings(list(HEADERS.values())),
+                               _strings(list(HEADERS)))
+    failed = library.nvrtcCompileProgram(program, len(options), _strings(options))
     result = _text(library, 'ProgramLog' if failed else 'PTX', program)
     library.nvrtcDestroyProgram(ctypes.byref(program))
     if failed:

@@ -30,7 +30,7 @@ EXPECTED = {
     "planted_untold doesn't tell its dynamic shared memory",
 }
 EXPECTED_OF_80 = EXPECTED | {
-    'planted_gemm_late<__nv_bfloat16> is a GEMM without tensor-core instructions'}
+    'planted_gemm_late<bf16> is a GEMM without tensor-core instructions'}
 NVDISASM = os.path.join(nvrtc.PACKAGES, 'cu13', 'bin', 'nvdisasm')
 
 

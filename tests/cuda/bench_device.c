@@ -7,6 +7,7 @@
 #include "mptrain.h"
 
 #include "bench_vendor.h"
+#include "resnet50.h"
 
 typedef struct bench {
     measure m;
@@ -32,27 +33,6 @@ static void json_text(bench *b, const char *text) {
 }
 
 /* ---- convolutions ---------------------------------------------------------------------------- */
-typedef struct conv_shape {
-    const char *name;
-    int count, hw, c, k, r, stride; /* count: of this shape in the network */
-} conv_shape;
-
-static const conv_shape resnet50[] = {
-    {"7x7/2 3-64 @224", 1, 224, 3, 64, 7, 2},     {"1x1 64-64 @56", 1, 56, 64, 64, 1, 1},
-    {"1x1 256-64 @56", 2, 56, 256, 64, 1, 1},     {"3x3 64-64 @56", 3, 56, 64, 64, 3, 1},
-    {"1x1 64-256 @56", 4, 56, 64, 256, 1, 1},     {"1x1 256-128 @56", 1, 56, 256, 128, 1, 1},
-    {"3x3/2 128-128 @56", 1, 56, 128, 128, 3, 2}, {"1x1/2 256-512 @56", 1, 56, 256, 512, 1, 2},
-    {"1x1 128-512 @28", 4, 28, 128, 512, 1, 1},   {"1x1 512-128 @28", 3, 28, 512, 128, 1, 1},
-    {"3x3 128-128 @28", 3, 28, 128, 128, 3, 1},   {"1x1 512-256 @28", 1, 28, 512, 256, 1, 1},
-    {"3x3/2 256-256 @28", 1, 28, 256, 256, 3, 2}, {"1x1/2 512-1024 @28", 1, 28, 512, 1024, 1, 2},
-    {"1x1 256-1024 @14", 6, 14, 256, 1024, 1, 1}, {"1x1 1024-256 @14", 5, 14, 1024, 256, 1, 1},
-    {"3x3 256-256 @14", 5, 14, 256, 256, 3, 1},   {"1x1 1024-512 @14", 1, 14, 1024, 512, 1, 1},
-    {"3x3/2 512-512 @14", 1, 14, 512, 512, 3, 2}, {"1x1/2 1024-2048 @14", 1, 14, 1024, 2048, 1, 2},
-    {"1x1 512-2048 @7", 3, 7, 512, 2048, 1, 1},   {"1x1 2048-512 @7", 2, 7, 2048, 512, 1, 1},
-    {"3x3 512-512 @7", 2, 7, 512, 512, 3, 1},
-};
-enum { NUM_SHAPES = sizeof resnet50 / sizeof resnet50[0] };
-
 enum { FPROP, DGRAD, WGRAD };
 static const char *const directions[] = {"fprop", "dgrad", "wgrad"};
 
@@ -78,21 +58,16 @@ typedef struct conv_result {
     double flops, ours, cublas, cudnn; /* seconds; 0: not measured */
 } conv_result;
 
+/* small: each dimension an eighth, for a look at whether it works */
 static mpt_conv2d_args conv_args(const conv_shape *shape, int batch_size, bool small) {
-    mpt_conv2d_args a;
-    int shrink = small ? 8 : 1; /* each dimension, for a look at whether it works */
+    conv_shape used = *shape;
 
-    memset(&a, 0, sizeof a);
-    a.n = a.num_valid = batch_size;
-    a.h = a.wd = shape->hw / shrink + (shape->hw % shrink != 0);
-    a.c = shape->c / shrink + (shape->c % shrink != 0);
-    a.k = shape->k / shrink;
-    a.r = a.s = shape->r;
-    a.stride = shape->stride;
-    a.padding = shape->r / 2;
-    a.p = a.q = (a.h + 2 * a.padding - a.r) / a.stride + 1;
-    a.dtype = MPT_F16;
-    return a;
+    if (small) {
+        used.hw = (shape->hw + 7) / 8;
+        used.c = (shape->c + 7) / 8;
+        used.k = shape->k / 8;
+    }
+    return conv_shape_args(&used, batch_size);
 }
 
 static size_t conv_workspace_bytes(const bench *b, const mpt_conv2d_args *a, int direction) {
@@ -113,8 +88,8 @@ static convs convs_open(bench *b) {
     memset(&v, 0, sizeof v);
     v.b = b;
     v.workspace_bytes = (size_t)(b->m.once ? 1 : 256) << 20; /* cuDNN may use as much */
-    for (i = 0; i < NUM_SHAPES; i++) {
-        mpt_conv2d_args a = conv_args(&resnet50[i], b->batch_size, b->m.once);
+    for (i = 0; i < NUM_RESNET50_CONVS; i++) {
+        mpt_conv2d_args a = conv_args(&resnet50_convs[i], b->batch_size, b->m.once);
         int pixels = a.n * a.p * a.q;
         x = larger(x, gemm_elements(a.n * a.h * a.wd, a.c));
         w = larger(w, gemm_elements(a.k, a.r * a.s * a.c));
@@ -287,13 +262,13 @@ static void bench_convs(bench *b) {
     memset(&means, 0, sizeof means);
     printf("convolutions of ResNet-50, FP16, batch %d\n", b->batch_size);
     json_text(b, "\"convolutions\": [\n");
-    for (i = 0; i < NUM_SHAPES; i++)
+    for (i = 0; i < NUM_RESNET50_CONVS; i++)
         for (direction = FPROP; direction <= WGRAD; direction++) {
             conv_result r;
             if (i == 0 && direction == DGRAD) continue;
-            r = conv_measure(&all, &resnet50[i], direction);
-            conv_print(b, &resnet50[i], direction, &r);
-            conv_means_add(&means, &resnet50[i], &r);
+            r = conv_measure(&all, &resnet50_convs[i], direction);
+            conv_print(b, &resnet50_convs[i], direction, &r);
+            conv_means_add(&means, &resnet50_convs[i], &r);
             fflush(stdout);
         }
     conv_means_print(b, &means);
