@@ -3591,9 +3591,9 @@ static inline conv_plan plan_conv(const mpt_conv2d_args *a, direction d) {
     if (plan.has_dy) plan.dy = reserve(&plan.bytes, half_size * pixels * plan.k8);
     if (d != WGRAD) return plan;
     plan_splits(a, &plan);
-    if (a->dbias)
-        plan.bias = reserve(&plan.bytes, mptk_sum_columns_workspace_bytes(
-                                             static_cast<int64_t>(pixels), a->k));
+    /* With or without dbias: sizes are a matter of shapes alone. */
+    plan.bias = reserve(&plan.bytes, mptk_sum_columns_workspace_bytes(
+                                         static_cast<int64_t>(pixels), a->k));
     return plan;
 }
 
