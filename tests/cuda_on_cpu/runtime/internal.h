@@ -5,14 +5,11 @@
 #include <algorithm>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
-#include <set>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -28,6 +25,23 @@ const unsigned char POISON = 0xff; // fills memory that nobody has written
 inline size_t round_up(size_t bytes, size_t unit) {
     return (bytes + unit - 1) / unit * unit;
 }
+
+// The objects of one kind that exist. A plain list, as they are few; and of templates only, since
+// MemorySanitizer does not see into what the C++ library has compiled.
+template <class T> struct Registry {
+    std::vector<T *> objects;
+
+    bool has(const T *object) const {
+        return std::find(objects.begin(), objects.end(), object) != objects.end();
+    }
+    T *add(T *object) {
+        objects.push_back(object);
+        return object;
+    }
+    void remove(const T *object) {
+        objects.erase(std::find(objects.begin(), objects.end(), object));
+    }
+};
 
 // ---- settings.cpp: the environment, read once ----------------------------------------------------
 
