@@ -24,7 +24,6 @@ const ArchLimits arch_limits[] = {
     {90, 227, 228, 2048, 132, 50, 5120, "CPU as sm_90"},
 };
 
-const size_t SHARED_BYTES = 48 << 10; // of a block that did not opt in
 const unsigned MAX_GRID_X = 0x7fffffff;
 const unsigned MAX_GRID_YZ = 65535;
 const int DRIVER_VERSION = CUDART_VERSION;
@@ -52,7 +51,7 @@ static size_t max_shared_bytes() {
 static size_t &shared_bytes_allowed(const void *function) {
     for (SharedAllowance &allowance : shared_allowances)
         if (allowance.function == function) return allowance.bytes;
-    shared_allowances.push_back({function, SHARED_BYTES});
+    shared_allowances.push_back({function, DEFAULT_SHARED_BYTES});
     return shared_allowances.back().bytes;
 }
 
@@ -154,7 +153,7 @@ static cudaDeviceProp properties_of(int device) {
     cudaDeviceProp p = {};
     snprintf(p.name, sizeof p.name, "%s", arch.name);
     p.totalGlobalMem = settings().memory;
-    p.sharedMemPerBlock = SHARED_BYTES;
+    p.sharedMemPerBlock = DEFAULT_SHARED_BYTES;
     p.regsPerBlock = 65536;
     p.warpSize = WARP_SIZE;
     p.maxThreadsPerBlock = MAX_THREADS;

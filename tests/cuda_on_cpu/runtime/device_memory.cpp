@@ -56,6 +56,14 @@ const Allocation *find_allocation(const void *address) {
     return static_cast<const char *>(address) < end ? &allocation : nullptr;
 }
 
+const Allocation *find_allocation_before(const void *address) {
+    const auto beyond = first_beyond(address);
+    if (beyond == allocations.begin()) return nullptr;
+    const Allocation &allocation = *std::prev(beyond);
+    const char *guard_end = allocation.mapping + allocation.mapping_bytes;
+    return static_cast<const char *>(address) < guard_end ? &allocation : nullptr;
+}
+
 // AddressSanitizer guards what comes from the heap to the byte; elsewhere a page guards the end.
 static bool get_memory(Allocation &allocation) {
 #if CUDA_ON_CPU_ASAN

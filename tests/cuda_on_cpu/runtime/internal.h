@@ -92,6 +92,7 @@ const Kernel *running_kernel();
 
 // ---- shared_memory.cpp ---------------------------------------------------------------------------
 
+// A block can have 48 KB of it, or up to this after cudaFuncSetAttribute (on sm_90).
 enum { DEFAULT_SHARED_BYTES = 48 << 10, MAX_SHARED_BYTES = 227 << 10 };
 
 void prepare_shared_memory(size_t dynamic_bytes);
@@ -121,8 +122,9 @@ struct Allocation {
     size_t mapping_bytes;
 };
 
-// The allocation that holds the address, or null.
+// The allocation that holds the address, or null; likewise the one that ends just before it.
 const Allocation *find_allocation(const void *address);
+const Allocation *find_allocation_before(const void *address);
 void free_all_allocations(int device);
 
 // ---- streams.cpp ---------------------------------------------------------------------------------
