@@ -74,9 +74,12 @@
     extern __shared__ __align__(128) unsigned char mptk_dynamic_smem[]; \
     type *name = reinterpret_cast<type *>(mptk_dynamic_smem)
 #endif
+#ifndef MPTK_DYN_SMEM_BYTES /* how much it is; tests/check_arch writes it into the PTX */
+#define MPTK_DYN_SMEM_BYTES(bytes)
+#endif
 
-#define MPTK_FN static __device__ __forceinline__ /* a device function */
-#define MPTK_METHOD __device__ __forceinline__    /* a member of a device struct */
+#define MPTK_FN __device__ __forceinline__     /* a device function */
+#define MPTK_METHOD __device__ __forceinline__ /* a member of a device struct */
 #define MPTK_CONSTEXPR __host__ __device__ constexpr /* for launchers and static asserts too */
 
 namespace mptk {
@@ -444,10 +447,10 @@ template <int BM_, int BN_, int BK_, int WM_, int WN_, int CTAS_> struct tile {
     /* Beside the sums: fragments, addresses, what is on its way from global memory */
     static_assert(WM * WN / WARP + 64 <= 65536 / (THREADS * CTAS), "registers of an SM");
 
-    MPTK_FN int warp_row() {
+    static MPTK_METHOD int warp_row() {
         return threadIdx.x / WARP / WARPS_N * WM;
     }
-    MPTK_FN int warp_column() {
+    static MPTK_METHOD int warp_column() {
         return threadIdx.x / WARP % WARPS_N * WN;
     }
 };
@@ -473,10 +476,10 @@ template <class T, class TILE, bool A_TRANS, bool B_TRANS, generation GEN> struc
     static_assert(16 * LDA * sizeof(T) % 32 == 0 && A_ELEMENTS * sizeof(T) % 32 == 0,
                   "wmma's pointers");
 
-    MPTK_FN int at_a(int row, int column) {
+    static MPTK_METHOD int at_a(int row, int column) {
         return row * LDA + column;
     }
-    MPTK_FN int at_b(int row, int column) {
+    static MPTK_METHOD int at_b(int row, int column) {
         return row * LDB + column;
     }
 
@@ -541,13 +544,13 @@ template <class TILE> struct volta_engine {
 
     static_assert(TILE::BK == LD, "the swizzle is for rows of four chunks");
 
-    MPTK_FN int swizzle(int row) { /* what to XOR a column with */
+    static MPTK_METHOD int swizzle(int row) { /* what to XOR a column with */
         return ((row >> 1 & 1) | (row >> 3 & 1) << 1) * 8;
     }
-    MPTK_FN int at_a(int row, int column) {
+    static MPTK_METHOD int at_a(int row, int column) {
         return row * LD + (column ^ swizzle(row));
     }
-    MPTK_FN int at_b(int row, int column) {
+    static MPTK_METHOD int at_b(int row, int column) {
         return at_a(row, column);
     }
 
@@ -617,14 +620,14 @@ template <class T, class TILE, bool A_TRANS, bool B_TRANS> struct ampere_engine 
     static constexpr int A_ELEMENTS = TILE::BM * TILE::BK, B_ELEMENTS = TILE::BN * TILE::BK;
     float sums[TILE::FRAGMENTS_M][TILE::FRAGMENTS_N][2][4]; /* [][] 16 x 16 as two of 16 x 8 */
 
-    template <int LD> MPTK_FN int at(int row, int column) {
+    template <int LD> static MPTK_METHOD int at(int row, int column) {
         static_assert(LD == 32 || LD % 64 == 0, "rows of 4 chunks, or 8, 16, ...");
         return row * LD + (column ^ (LD == 32 ? row >> 1 & 3 : row & 7) * 8);
     }
-    MPTK_FN int at_a(int row, int column) {
+    static MPTK_METHOD int at_a(int row, int column) {
         return at<LDA>(row, column);
     }
-    MPTK_FN int at_b(int row, int column) {
+    static MPTK_METHOD int at_b(int row, int column) {
         return at<LDB>(row, column);
     }
 
@@ -639,14 +642,14 @@ template <class T, class TILE, bool A_TRANS, bool B_TRANS> struct ampere_engine 
 
     /* Rows m .. m+15, depth k .. k+15. Matrices in the order that mma wants: both halves of the rows,
        then the second half of the depth. */
-    MPTK_FN void load_a(unsigned r[4], const T *a, int m, int k) {
+    static MPTK_METHOD void load_a(unsigned r[4], const T *a, int m, int k) {
         const int lane = threadIdx.x % WARP, low = lane & 7, mid = lane >> 3 & 1, high = lane >> 4;
         if (A_TRANS) mptk_ldmatrix_x4_trans(r, a + at_a(k + low + high * 8, m + mid * 8));
         else mptk_ldmatrix_x4(r, a + at_a(m + low + mid * 8, k + high * 8));
     }
 
     /* Columns n .. n+15: r[0], r[1] are b of the first 8, r[2], r[3] of the others. */
-    MPTK_FN void load_b(unsigned r[4], const T *b, int n, int k) {
+    static MPTK_METHOD void load_b(unsigned r[4], const T *b, int n, int k) {
         const int lane = threadIdx.x % WARP, low = lane & 7, mid = lane >> 3 & 1, high = lane >> 4;
         if (B_TRANS) mptk_ldmatrix_x4_trans(r, b + at_b(k + low + mid * 8, n + high * 8));
         else mptk_ldmatrix_x4(r, b + at_b(n + low + high * 8, k + mid * 8));
@@ -736,10 +739,10 @@ template <int THREADS, int ROWS, int COLUMNS> struct chunks {
     static_assert(THREADS % PER_ROW == 0 && COUNT > 0 && COUNT * ROW_STEP == ROWS,
                   "threads cover the tile evenly");
 
-    MPTK_FN int column() {
+    static MPTK_METHOD int column() {
         return threadIdx.x % PER_ROW * 8;
     }
-    MPTK_FN int row(int i) {
+    static MPTK_METHOD int row(int i) {
         return threadIdx.x / PER_ROW + i * ROW_STEP;
     }
 };
@@ -1176,7 +1179,8 @@ MPTK_FN void gather_epilogue(const gather_args &g, const ENGINE &engine, float *
 /* CTAs that share rows are neighbours, so that x is read from memory once. */
 template <class T, class TILE, bool DGRAD, bool SMALLC>
 MPTK_FN void gather(const gather_args &g) {
-    typedef typename gather_product<T, TILE, DGRAD, GENERATION>::engine engine_type;
+    typedef gather_product<T, TILE, DGRAD, GENERATION> product;
+    typedef typename product::engine engine_type;
     typedef gather_loader<T, TILE, DGRAD, SMALLC> loader_type;
     const int column_tiles = ceil_div(g.oc, TILE::BN);
     const int tile_row = blockIdx.x / column_tiles;
@@ -1184,6 +1188,7 @@ MPTK_FN void gather(const gather_args &g) {
     const int phase_row = blockIdx.y / g.stride_w, phase_column = blockIdx.y % g.stride_w;
     const tap_range in_rows = taps_of<DGRAD>(phase_row, g.r, g.stride_h, g.pad_h);
     const tap_range in_columns = taps_of<DGRAD>(phase_column, g.s, g.stride_w, g.pad_w);
+    MPTK_DYN_SMEM_BYTES(product::SMEM_BYTES);
     MPTK_DYN_SMEM(T, smem);
     engine_type engine;
     loader_type loader(g, in_rows, in_columns, tile_row * TILE::BM, n0);
@@ -1313,13 +1318,15 @@ template <class T, class TILE, generation GEN> struct wgrad_product {
 };
 
 template <class T, class TILE, bool PLAIN> MPTK_FN void wgrad(const wgrad_args &g) {
-    typedef typename wgrad_product<T, TILE, GENERATION>::engine engine_type;
+    typedef wgrad_product<T, TILE, GENERATION> product;
+    typedef typename product::engine engine_type;
     typedef wgrad_loader<T, TILE, PLAIN> loader_type;
     const int columns = g.r * g.s * g.xc, column_tiles = ceil_div(columns, TILE::BN);
     const int tile_row = blockIdx.x / column_tiles, k0 = tile_row * TILE::BM;
     const int n0 = (blockIdx.x - tile_row * column_tiles) * TILE::BN;
     const int begin = blockIdx.y * g.chunk;
     const int end = begin + g.chunk < g.pixels ? begin + g.chunk : g.pixels;
+    MPTK_DYN_SMEM_BYTES(product::SMEM_BYTES);
     MPTK_DYN_SMEM(T, smem);
     engine_type engine;
     loader_type loader(g, k0, n0, begin, end);
@@ -3344,6 +3351,33 @@ static inline fastdiv fastdiv_make(int d) {
     return f;
 }
 
+/* What kernels.cu is compiled for, as text: "700,750" becomes "70 75". */
+#if defined(MPTK_ON_CPU)
+#define MPTK_ARCH_LIST MPTK_ARCH
+#elif defined(__CUDA_ARCH_LIST__)
+#define MPTK_ARCH_LIST __CUDA_ARCH_LIST__
+#else
+#define MPTK_ARCH_LIST 0 /* nvcc before 11.5 doesn't tell */
+#endif
+struct arch_text {
+    char text[128];
+};
+
+static constexpr arch_text arch_text_make() {
+    constexpr int archs[] = {MPTK_ARCH_LIST};
+    static_assert(sizeof(archs) / sizeof(archs[0]) <= 25, "five characters each");
+    arch_text t = {};
+    int at = 0;
+
+    for (int arch : archs) {
+        if (at > 0) t.text[at++] = ' ';
+        if (arch >= 1000) t.text[at++] = static_cast<char>('0' + arch / 1000);
+        t.text[at++] = static_cast<char>('0' + arch / 100 % 10);
+        t.text[at++] = static_cast<char>('0' + arch / 10 % 10);
+    }
+    return t;
+}
+
 /* The launch just made, as launchers report it. */
 static inline int launch_status() {
     return static_cast<int>(cudaGetLastError());
@@ -3399,13 +3433,15 @@ template <class KERNEL> static int allow_smem(KERNEL *kernel, int bytes) {
                                                  bytes));
 }
 
-/* The bytes of the generation that the code is for; PRODUCT<GEN>::SMEM_BYTES of each. */
-template <template <generation> class PRODUCT, class KERNEL>
+/* PRODUCT<GEN>::SMEM_BYTES of the generation that the code is for. A kernel for T on tensor cores
+   that don't know T is empty: that must not pass for a result. */
+template <class T, template <generation> class PRODUCT, class KERNEL>
 static int reserve_smem(KERNEL *kernel, int *bytes) {
     generation gen = TURING;
     const int rc = generation_of_code(kernel, &gen);
 
     if (rc) return rc;
+    if (is_bf16<T>::value && gen < AMPERE) return cudaErrorNotSupported;
     switch (gen) {
     case VOLTA: *bytes = PRODUCT<VOLTA>::SMEM_BYTES; break;
     case TURING: *bytes = PRODUCT<TURING>::SMEM_BYTES; break;
@@ -3425,7 +3461,7 @@ static int launch_gather(const gather_args &g, int phases, void *stream) {
     auto kernel = mptk_conv_gather_kernel<T, TILE, DGRAD, SMALLC>;
     const dim3 grid(ceil_div(g.rows, TILE::BM) * ceil_div(g.oc, TILE::BN), phases);
     int bytes = 0;
-    const int rc = reserve_smem<gather_of<T, TILE, DGRAD>::template product>(kernel, &bytes);
+    const int rc = reserve_smem<T, gather_of<T, TILE, DGRAD>::template product>(kernel, &bytes);
 
     if (rc) return rc;
     MPTK_LAUNCH(kernel, grid, dim3(TILE::THREADS), bytes, stream, g);
@@ -3555,9 +3591,9 @@ static inline conv_plan plan_conv(const mpt_conv2d_args *a, direction d) {
     if (plan.has_dy) plan.dy = reserve(&plan.bytes, half_size * pixels * plan.k8);
     if (d != WGRAD) return plan;
     plan_splits(a, &plan);
-    if (a->dbias)
-        plan.bias = reserve(&plan.bytes, mptk_sum_columns_workspace_bytes(
-                                             static_cast<int64_t>(pixels), a->k));
+    /* With or without dbias: sizes are a matter of shapes alone. */
+    plan.bias = reserve(&plan.bytes, mptk_sum_columns_workspace_bytes(
+                                         static_cast<int64_t>(pixels), a->k));
     return plan;
 }
 
@@ -3667,7 +3703,7 @@ static int launch_wgrad(const wgrad_args &g, int splits, void *stream) {
     auto kernel = mptk_conv_wgrad_kernel<T, TILE, PLAIN>;
     const dim3 grid(ceil_div(g.k, TILE::BM) * ceil_div(g.r * g.s * g.xc, TILE::BN), splits);
     int bytes = 0;
-    const int rc = reserve_smem<wgrad_of<T, TILE>::template product>(kernel, &bytes);
+    const int rc = reserve_smem<T, wgrad_of<T, TILE>::template product>(kernel, &bytes);
 
     if (rc) return rc;
     MPTK_LAUNCH(kernel, grid, dim3(TILE::THREADS), bytes, stream, g);
@@ -3886,6 +3922,11 @@ int mptk_add_bias(void *y, const float *bias, int64_t rows, int columns, mpt_dty
 
 int mptk_abi_version(void) {
     return MPT_ABI_VERSION;
+}
+
+const char *mptk_arch_list(void) {
+    static constexpr mptk::arch_text list = mptk::arch_text_make();
+    return list.text;
 }
 
 } /* extern "C" */

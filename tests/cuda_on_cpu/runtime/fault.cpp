@@ -37,8 +37,8 @@ static void print_fault(const Thread *thread, const char *what, const Where *whe
     fflush(stderr);
 }
 
-void fault_in(const Thread &thread, const char *what, Where where) {
-    print_fault(&thread, what, &where);
+void fault_in(const Warp &warp, unsigned lane, const char *what, Where where) {
+    print_fault(&warp.threads[lane], what, &where);
     abort();
 }
 
@@ -53,7 +53,7 @@ static void describe_address(const void *address, bool general, char *what, size
     const Allocation *allocation = find_allocation(address);
     if (general)
         snprintf(what, bytes, "a misaligned vector access, or a wild pointer");
-    else if (current && below_a_stack(running_fiber(), address))
+    else if (current && below_a_stack(current_warp->fibers[current_lane], address))
         snprintf(what, bytes, "the locals of a thread are larger than its stack");
     else if (current && beyond_shared_memory(address))
         snprintf(what, bytes, "an access beyond dynamic shared memory");

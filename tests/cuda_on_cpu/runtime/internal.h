@@ -53,11 +53,16 @@ bool known_arch(int arch);
 
 // ---- fibers.cpp ----------------------------------------------------------------------------------
 
-void switch_to(Fiber *fiber);
-void switch_to_host();
-Fiber *take_fiber();
-void give_fiber_back(Fiber *fiber);
-Fiber *running_fiber();
+// Where a fiber waits: the stack pointer is kept apart, with those of the other lanes of a warp.
+struct Place {
+    Fiber *fiber;
+    void **stack_pointer;
+};
+
+void switch_fibers(const Place &from, const Place &to);
+Place host_place();
+void take_fiber(Warp &warp, unsigned lane);
+Place give_fiber_back(Fiber *fiber);
 bool below_a_stack(const Fiber *fiber, const void *address);
 
 // ---- scheduler.cpp -------------------------------------------------------------------------------
