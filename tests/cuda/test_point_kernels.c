@@ -1,5 +1,5 @@
-/* test_point_kernels.c - kernels.cu >>batchnorm >>softmax >>pointwise >>update: every launcher against
-   the CPU's definition of the same operator. Cases O-38, O-40, O-41. */
+/* test_point_kernels.c - kernels.cu >>batchnorm >>softmax >>pointwise >>update: every launcher
+   against the CPU's definition of the same operator. Cases O-38, O-40, O-41, O-42. */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
 
@@ -26,9 +26,9 @@ typedef struct images {
 } images;
 
 static const images norm_shapes[] = {
-    {1, 1, 1, 7},  {4, 5, 3, 1},   {3, 7, 5, 3},   {2, 4, 4, 8},   {5, 6, 6, 16},  {2, 3, 3, 64},
-    {2, 5, 5, 72}, {3, 3, 3, 65},  {2, 5, 9, 136}, {2, 40, 41, 8}, {2, 40, 41, 3}, {1, 36, 35, 33},
-    {3, 1, 1, 24}, {1, 20, 61, 1},
+    {1, 1, 1, 7},   {4, 5, 3, 1},    {3, 7, 5, 3},  {2, 4, 4, 8},   {5, 6, 6, 16},
+    {2, 3, 3, 64},  {2, 5, 5, 72},   {3, 3, 3, 65}, {2, 5, 9, 136}, {2, 40, 41, 8},
+    {2, 40, 41, 3}, {1, 36, 35, 33}, {3, 1, 1, 24}, {1, 20, 61, 1},
 };
 enum { NUM_NORM_SHAPES = sizeof(norm_shapes) / sizeof(norm_shapes[0]) };
 
@@ -140,7 +140,7 @@ MPT_TEST(batchnorm_inference) {
                 ((float *)c.host.running_var)[i] = fabsf(c.host.running_var[i]) + 0.5f;
             norm_forward(&t, &c);
             norm_check_forward(&t, &c);
-            CHECK(mpti_is_nan(((const float *)from_device(&t, c.host.batch_mean))[0])); /* as before */
+            CHECK(mpti_is_nan(*(const float *)from_device(&t, c.host.batch_mean))); /* as before */
             kernel_test_release(&t);
         }
     }
@@ -162,8 +162,7 @@ MPT_TEST(batchnorm_variance_beyond_half) {
         ((float *)c.host.running_var)[i] = 1e6f;
     }
     norm_forward(&t, &c);
-    for (i = 0; i < 8; i++)
-        CHECK_NEAR(mpti_load(MPT_F16, from_device(&t, c.host.y), i), 1, 1e-3);
+    for (i = 0; i < 8; i++) CHECK_NEAR(mpti_load(MPT_F16, from_device(&t, c.host.y), i), 1, 1e-3);
     kernel_test_close(&t);
 }
 
@@ -186,17 +185,17 @@ MPT_TEST(batchnorm_biased_inside_unbiased_outside) {
 }
 
 /* Sums of squares in FP32 would lose all of this. Per case: mean, deviation, and a first value of
-   another size, which is the worst pivot. 2^-23 times the rows of a thread (4 here) is far below the
-   tolerance; the mean is as good as FP32 numbers of the size of that first value are. */
+   another size, which is the worst pivot. 2^-23 times the rows of a thread (4 here) is far below
+   the tolerance; the mean is as good as FP32 numbers of the size of that first value are. */
 MPT_TEST(batchnorm_means_far_from_zero) {
     static const images z = {4, 30, 31, 9};
     static const struct {
         mpt_dtype dtype;
         float mean, deviation, first;
-    } cases[] = {
-        {MPT_F16, 60, 0.6f, 0},       {MPT_F32, 3000, 0.5f, 0},    {MPT_F32, -1e6f, 1, 0},
-        {MPT_F32, 0.001f, 1e-6f, 50}, {MPT_F32, 0, 1e-3f, 10000},  {MPT_BF16, 256, 4, -8000},
-        {MPT_F32, 17, 0, 17},         {MPT_F16, 60000, 1000.0f, 0}};
+    } cases[] = {{MPT_F16, 60, 0.6f, 0},     {MPT_F32, 3000, 0.5f, 0},
+                 {MPT_F32, -1e6f, 1, 0},     {MPT_F32, 0.001f, 1e-6f, 50},
+                 {MPT_F32, 0, 1e-3f, 10000}, {MPT_BF16, 256, 4, -8000},
+                 {MPT_F32, 17, 0, 17},       {MPT_F16, 60000, 1000.0f, 0}};
     kernel_test t = kernel_test_open();
     int k, i, channel;
     for (k = 0; k < 8; k++) {
@@ -238,8 +237,7 @@ MPT_TEST(batchnorm_nonfinite) {
         ((float *)c.host.x)[5 * c.host.c + 1] = k < 2 ? infinity : not_a_number();
         norm_forward(&t, &c);
         y = (const float *)from_device(&t, c.host.y);
-        for (i = 0; i < (int)c.count; i++)
-            CHECK_EQ_INT(mpti_is_finite(y[i]), i % c.host.c != 1);
+        for (i = 0; i < (int)c.count; i++) CHECK_EQ_INT(mpti_is_finite(y[i]), i % c.host.c != 1);
         y = (const float *)from_device(&t, c.host.batch_var);
         for (i = 0; i < c.host.c; i++) CHECK_EQ_INT(mpti_is_finite(y[i]), i != 1);
         kernel_test_release(&t);
@@ -403,8 +401,7 @@ static void loss_check(kernel_test *t, const loss_case *c) {
 /* A warp's rows and a block's, in vectors and one by one; one row, rows that fill no block, rows
    without a label, slots that don't count. */
 MPT_TEST(softmax_of_many_shapes) {
-    static const int classes[] = {1,  2,   5,    7,    8,    10,   33,  64,
-                                  65, 255, 1000, 1001, 1024, 1025, 2056};
+    static const int classes[] = {1, 2, 5, 7, 8, 10, 33, 64, 65, 255, 1000, 1001, 1024, 1025, 2056};
     static const int rows[] = {1, 3, 9, 2};
     kernel_test t = kernel_test_open();
     int s, k;
@@ -472,8 +469,7 @@ static double loss_of(kernel_test *t, mpt_dtype dtype, const float *logits, int 
     loss_run(t, &c);
     loss_check(t, &c);
     loss = ((const mpt_softmax_stats *)from_device(t, c.host.stats))->loss;
-    for (i = 0; i < classes; i++)
-        gradient[i] = mpti_load(dtype, from_device(t, c.host.dlogits), i);
+    for (i = 0; i < classes; i++) gradient[i] = mpti_load(dtype, from_device(t, c.host.dlogits), i);
     kernel_test_release(t);
     return loss;
 }
@@ -512,14 +508,11 @@ static void check_close_or_nan(kernel_test *t, const loss_case *c) {
 /* The label's rank among equals, -0 beside 0, infinities, and NaN anywhere. */
 MPT_TEST(softmax_ranks_and_nonfinite) {
     const float nan = not_a_number();
-    const float rows[8][8] = {{0, 0, 0, 0, 0, 0, 0, 0},
-                              {-0.0f, 0, -0.0f, 0, -1, -2, -3, -4},
-                              {1, 2, 3, 4, 5, 6, 7, 8},
-                              {-1, -2, -3, -4, -5, -6, -7, -8},
-                              {nan, 2, 3, 4, 5, 6, 7, 8},
-                              {1, 2, 3, nan, 5, 6, 7, 8},
-                              {-infinity, 2, 3, 4, 5, 6, 7, 8},
-                              {1, infinity, 3, 4, 5, 6, 7, 8}};
+    const float rows[8][8] = {
+        {0, 0, 0, 0, 0, 0, 0, 0},         {-0.0f, 0, -0.0f, 0, -1, -2, -3, -4},
+        {1, 2, 3, 4, 5, 6, 7, 8},         {-1, -2, -3, -4, -5, -6, -7, -8},
+        {nan, 2, 3, 4, 5, 6, 7, 8},       {1, 2, 3, nan, 5, 6, 7, 8},
+        {-infinity, 2, 3, 4, 5, 6, 7, 8}, {1, infinity, 3, 4, 5, 6, 7, 8}};
     kernel_test t = kernel_test_open();
     int r, label, k;
     for (r = 0; r < 8; r++) {
@@ -663,9 +656,9 @@ typedef struct pool_shape {
 
 /* Windows that meet, overlap, leave gaps, stick out; 16 x 16, whose indices fill a byte. */
 static const pool_shape pool_shapes[] = {
-    {{2, 8, 8, 3}, 2, 2, 0},    {{2, 7, 9, 8}, 3, 2, 1},   {{1, 5, 6, 16}, 2, 1, 0},
-    {{3, 5, 5, 1}, 3, 1, 1},    {{2, 9, 8, 40}, 3, 3, 0},  {{1, 11, 10, 7}, 5, 2, 2},
-    {{2, 7, 7, 65}, 2, 5, 1},   {{1, 17, 18, 8}, 16, 3, 8}, {{2, 4, 4, 24}, 1, 2, 0},
+    {{2, 8, 8, 3}, 2, 2, 0},  {{2, 7, 9, 8}, 3, 2, 1},    {{1, 5, 6, 16}, 2, 1, 0},
+    {{3, 5, 5, 1}, 3, 1, 1},  {{2, 9, 8, 40}, 3, 3, 0},   {{1, 11, 10, 7}, 5, 2, 2},
+    {{2, 7, 7, 65}, 2, 5, 1}, {{1, 17, 18, 8}, 16, 3, 8}, {{2, 4, 4, 24}, 1, 2, 0},
     {{1, 1, 1, 9}, 1, 1, 0},
 };
 enum { NUM_POOL_SHAPES = sizeof(pool_shapes) / sizeof(pool_shapes[0]) };
@@ -801,11 +794,12 @@ MPT_TEST(average_pools) {
 
 /* ---- casts, input, fill, scale --------------------------------------------------------------- */
 /* Ties, the ends of FP16 and BF16, subnormals of both, and what lies around them. */
-static const float cast_values[] = {
-    0.0f,         -0.0f,        1.0f,          1.00048828125f, 1.0009765625f, 1.00146484375f,
-    65504.0f,     65519.996f,   65520.0f,      -65520.0f,      1e6f,          5.9604645e-8f,
-    2.9802322e-8f, 2.9802326e-8f, 8.9406967e-8f, 6.1035156e-5f, 6.0975552e-5f, 1.00390625f,
-    1.01171875f,  3.3895314e38f, 3.4e38f,      1e-40f,         -9.2e-41f,     0.333333343f};
+static const float cast_values[] = {0.0f,          -0.0f,          1.0f,          1.00048828125f,
+                                    1.0009765625f, 1.00146484375f, 65504.0f,      65519.996f,
+                                    65520.0f,      -65520.0f,      1e6f,          5.9604645e-8f,
+                                    2.9802322e-8f, 2.9802326e-8f,  8.9406967e-8f, 6.1035156e-5f,
+                                    6.0975552e-5f, 1.00390625f,    1.01171875f,   3.3895314e38f,
+                                    3.4e38f,       1e-40f,         -9.2e-41f,     0.333333343f};
 enum { NUM_CAST_VALUES = sizeof(cast_values) / sizeof(cast_values[0]) };
 
 static void fill_cast_source(kernel_test *t, mpt_dtype dtype, void *p, size_t count) {
@@ -982,10 +976,10 @@ static float update_rate(int64_t applied) {
 
 static void update_tables(update_bench *b, int num_segments) {
     kernel_test *t = b->t;
-    mpt_update_chunk *chunks = (mpt_update_chunk *)kernel_bytes(
-        t, (size_t)b->o.num_chunks * sizeof(mpt_update_chunk));
-    mpt_update_segment *segments = (mpt_update_segment *)kernel_bytes(
-        t, (size_t)num_segments * sizeof(mpt_update_segment));
+    mpt_update_chunk *chunks = (mpt_update_chunk *)kernel_bytes(t, (size_t)b->o.num_chunks *
+                                                                       sizeof(mpt_update_chunk));
+    mpt_update_segment *segments =
+        (mpt_update_segment *)kernel_bytes(t, (size_t)num_segments * sizeof(mpt_update_segment));
     int64_t i, first = 0;
     for (i = 0; i < b->o.num_chunks; i++) {
         chunks[i].offset = (int64_t)b->o.chunks[i].offset;
@@ -1044,8 +1038,8 @@ static void update_open(update_bench *b, kernel_test *t, const mpt_optimizer_des
     mpti_optimizer_desc_defaults(&d);
     CHECK_OK(t->ctx, mpti_optimizer_desc_check(&d, &t->ctx->error));
     for (i = 0; i < num_segments; i++) { /* the last two as biases */
-        b->segments[i] =
-            mpti_parameter_make(&d, b->num_params, counts[i], i > 0 && i >= num_segments - 2);
+        b->segments[i] = mpti_parameter_make(&d, b->num_params, counts[i],
+                                             i > 0 && i >= num_segments - 2);
         b->num_params += counts[i];
     }
     CHECK_OK(t->ctx, mpti_optimizer_open(&b->o, t->ctx, &d, b->segments, num_segments));
@@ -1078,8 +1072,8 @@ static void update_fill_row(update_bench *b) {
 
 /* As mpt_trainer_apply does it, line by line. */
 static void update_on_host(update_bench *b) {
-    const float unscale =
-        (float)(b->a.fitting / ((double)b->scaler.scale * (double)b->a.num_samples));
+    const float unscale = (float)(b->a.fitting /
+                                  ((double)b->scaler.scale * (double)b->a.num_samples));
     bool bad;
     int i;
     CHECK_OK(b->t->ctx, mpti_gradients_check(&b->o, &b->p, unscale, &bad, &b->norm));
@@ -1091,8 +1085,8 @@ static void update_on_host(update_bench *b) {
     CHECK_OK(b->t->ctx, mpti_optimizer_update(&b->o, &b->p, unscale, b->clip,
                                               update_rate(b->o.applied_steps)));
     for (i = 0; i < UPDATE_STATS; i++)
-        b->running[i] += b->momentum[i] * (b->row[b->num_params + i] / (float)b->a.num_samples -
-                                           b->running[i]);
+        b->running[i] += b->momentum[i] *
+                         (b->row[b->num_params + i] / (float)b->a.num_samples - b->running[i]);
 }
 
 /* The host knows of skips two steps late, and gives the rates that may be. */
@@ -1117,8 +1111,8 @@ static void update_step(update_bench *b, int64_t step) {
     update_on_host(b);
 }
 
-/* What the step reports, and the scaler. Squares add up in another order: the norm may differ in its
-   last bit. */
+/* What the step reports, and the scaler. Squares add up in another order: the norm may differ in
+   its last bit. */
 static void update_check_state(update_bench *b, int64_t step, float scale_before) {
     const mpt_step_state *s = b->state;
     const mpt_step_report *r = &s->report;
