@@ -256,9 +256,18 @@
 #ifndef MPTRAIN_H
 #define MPTRAIN_H
 
+#ifdef __CUDACC_RTC__ /* NVIDIA's run-time compiler, for kernels.cu: it has no headers, but size_t */
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#else
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -1461,6 +1470,8 @@ typedef struct mpt_step_state { /* lives where the backend computes, from step t
     mpt_step_report report;          /* of the last update; the host adds `seconds` */
     int64_t first_nonfinite;         /* index in its row; -1: none */
     float multiplier, rate;          /* unscale * clip, and the learning rate, of the last update */
+    float step_rate, keep, root;     /* what >>optim makes of the rate: Adam's r / (1 - beta1^t),
+                                        AdamW's 1 - r d, Adam's sqrt(1 - beta2^t) */
     int skip;                        /* 1: the last update changed nothing */
 } mpt_step_state;
 
@@ -1587,12 +1598,20 @@ int mptk_abi_version(void);        /* MPT_ABI_VERSION that it was compiled with 
 const char *mptk_arch_list(void);  /* "70 75 80": what it was compiled for */
 /* Which kernel a shape gets, static text: "tensor cores, 128x128 tile", "simt". */
 const char *mptk_conv2d_fprop_kernel(const mpt_conv2d_args *a);
+const char *mptk_conv2d_dgrad_kernel(const mpt_conv2d_args *a);
+const char *mptk_conv2d_wgrad_kernel(const mpt_conv2d_args *a);
 size_t mptk_conv2d_fprop_workspace_bytes(const mpt_conv2d_args *a);
 size_t mptk_conv2d_dgrad_workspace_bytes(const mpt_conv2d_args *a);
 size_t mptk_conv2d_wgrad_workspace_bytes(const mpt_conv2d_args *a);
 int mptk_conv2d_fprop(const mpt_conv2d_args *a, void *stream);
 int mptk_conv2d_dgrad(const mpt_conv2d_args *a, void *stream);
 int mptk_conv2d_wgrad(const mpt_conv2d_args *a, void *stream);
+/* fprop that also sums up what it wrote, for batch normalization: partial (stats_rows,2,k) gets sums
+   of y - pivot and of their squares, pivot (k) any numbers near the means; to be added in order.
+   stats_rows 0: this shape has no such kernel. */
+int mptk_conv2d_fprop_stats_rows(const mpt_conv2d_args *a);
+int mptk_conv2d_fprop_stats(const mpt_conv2d_args *a, float *partial, const float *pivot,
+                            void *stream);
 /* y (rows,columns) += bias; sums[column] = sum over rows of x, whose workspace is FP32. */
 int mptk_add_bias(void *y, const float *bias, int64_t rows, int columns, mpt_dtype dtype,
                   void *stream);
@@ -11105,7 +11124,7 @@ typedef struct mpti_cuda_gemm {
     mpt_dtype dtype;
 } mpti_cuda_gemm;
 
-static cudaDataType_t mpti_cuda_type(mpt_dtype dtype) {
+static cudaDataType mpti_cuda_type(mpt_dtype dtype) {
     return dtype == MPT_F32 ? CUDA_R_32F : dtype == MPT_F16 ? CUDA_R_16F : CUDA_R_16BF;
 }
 
@@ -14131,6 +14150,7 @@ static void mpti_device_close(mpt_trainer *t);
 static mpt_result mpti_device_put(mpt_trainer *t);
 static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images);
 static mpt_result mpti_device_forward_backward(mpt_trainer *t);
+static void mpti_device_begin_step(mpt_trainer *t);
 static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out);
 static mpt_result mpti_device_sync(mpt_trainer *t);
 static mpt_result mpti_device_clear_evaluation(mpt_trainer *t);
@@ -14751,7 +14771,10 @@ MPT_API mpt_result mpt_trainer_accumulate(mpt_trainer *t, const mpt_batch *batch
         rc = mpti_trainer_slice(t, batch, i, &images);
         if (rc == MPT_OK) rc = mpti_trainer_microbatch(t, images, batch->images.dtype);
     }
-    if (rc && i > 0) mpti_trainer_begin_step(t); /* half a batch is worth nothing */
+    if (rc && i > 0) { /* half a batch is worth nothing */
+        mpti_trainer_begin_step(t);
+        if (mpti_on_device(t)) mpti_device_begin_step(t);
+    }
     return mpti_report(t->ctx, rc);
 }
 
@@ -15421,6 +15444,17 @@ static mpt_result mpti_device_forward_backward(mpt_trainer *t) {
         if (rc || ended) return rc ? rc : ended;
     }
     return b->replay(t->net.self, *recording);
+}
+
+/* Losses of microbatches that failed don't count. The update clears those of a step by itself. */
+static void mpti_device_begin_step(mpt_trainer *t) {
+    mpt_fill_args zeros;
+
+    zeros.dst = &t->device.state->stats;
+    zeros.count = (int64_t)(sizeof t->device.state->stats / sizeof(float));
+    zeros.value = 0;
+    zeros.dtype = MPT_F32;
+    (void)t->net.backend->fill(t->net.self, &zeros); /* where it fails, the next call does too */
 }
 
 static mpt_result mpti_device_clear_evaluation(mpt_trainer *t) {

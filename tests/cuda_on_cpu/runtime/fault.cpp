@@ -1,0 +1,97 @@
+// Faults: one line that says what happened where, then abort, so that a debugger stops there.
+#include <signal.h>
+#include "internal.h"
+
+namespace cuda_on_cpu {
+
+const char *operation_name(Operation operation) {
+    switch (operation) {
+    case Operation::syncwarp: return "__syncwarp";
+    case Operation::shuffle: return "a shuffle";
+    case Operation::vote: return "a vote";
+    case Operation::ldmatrix: return "ldmatrix";
+    case Operation::mma: return "mma";
+    default: return "nothing";
+    }
+}
+
+// Without the folders: the lines are compared in tests.
+static const char *file_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+static void print_fault(const Thread *thread, const char *what, const Where *where) {
+    char line[512];
+    int length = snprintf(line, sizeof line, "cuda_on_cpu: %s", what);
+    const int room = static_cast<int>(sizeof line);
+    if (running_kernel() && thread)
+        length += snprintf(line + length, static_cast<size_t>(room - length),
+                           ": kernel %s, block (%u,%u,%u), thread (%u,%u,%u)",
+                           running_kernel()->name, blockIdx.x, blockIdx.y, blockIdx.z,
+                           thread->index.x, thread->index.y, thread->index.z);
+    if (where && length < room)
+        snprintf(line + length, static_cast<size_t>(room - length), ", %s:%d",
+                 file_name(where->file), where->line);
+    fprintf(stderr, "%s\n", line);
+    fflush(stderr);
+}
+
+void fault_in(const Warp &warp, unsigned lane, const char *what, Where where) {
+    print_fault(&warp.threads[lane], what, &where);
+    abort();
+}
+
+void fault(const char *what, Where where) {
+    print_fault(current, what, &where);
+    abort();
+}
+
+// ---- faults that the processor finds -------------------------------------------------------------
+
+static void describe_address(const void *address, bool general, char *what, size_t bytes) {
+    const Allocation *allocation = find_allocation(address);
+    if (general)
+        snprintf(what, bytes, "a misaligned vector access, or a wild pointer");
+    else if (current && below_a_stack(current_warp->fibers[current_lane], address))
+        snprintf(what, bytes, "the locals of a thread are larger than its stack");
+    else if (current && beyond_shared_memory(address))
+        snprintf(what, bytes, "an access beyond dynamic shared memory");
+    else if (allocation && current)
+        snprintf(what, bytes, "an access %zu bytes into device memory of %zu bytes",
+                 static_cast<size_t>(static_cast<const char *>(address) - allocation->memory),
+                 allocation->bytes);
+    else if (allocation)
+        snprintf(what, bytes, "host code touches device memory (%zu bytes into %zu)",
+                 static_cast<size_t>(static_cast<const char *>(address) - allocation->memory),
+                 allocation->bytes);
+    else
+        snprintf(what, bytes, "an access to address %p, which is no memory", address);
+}
+
+// The line of the program is not known here: a debugger shows it.
+static void on_signal(int, siginfo_t *info, void *) {
+    char what[160];
+    // The processor gives no address for a misaligned SSE access or an impossible pointer.
+    const bool general = info->si_code == SI_KERNEL;
+    describe_address(info->si_addr, general, what, sizeof what);
+    print_fault(current, what, nullptr);
+    abort();
+}
+
+// On a stack of its own: the fault may be that a fiber's stack is full.
+void catch_faults() {
+    if (CUDA_ON_CPU_ASAN || CUDA_ON_CPU_MSAN) return; // they have better words for it
+    static char handler_stack[64 << 10];
+    stack_t stack = {};
+    stack.ss_sp = handler_stack;
+    stack.ss_size = sizeof handler_stack;
+    sigaltstack(&stack, nullptr);
+    struct sigaction action = {};
+    action.sa_sigaction = on_signal;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaction(SIGSEGV, &action, nullptr);
+    sigaction(SIGBUS, &action, nullptr);
+}
+
+} // namespace cuda_on_cpu
