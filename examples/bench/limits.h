@@ -159,6 +159,7 @@ typedef struct bench_device {
     bench_space memory;
     mpt_dense_args product;
     mpt_copy_args copy;
+    char name[48]; /* of the product */
 } bench_device;
 
 static int bench_device_make(mpt_ctx *ctx, const bench_options *o, bench_device *d) {
@@ -170,6 +171,7 @@ static int bench_device_make(mpt_ctx *ctx, const bench_options *o, bench_device 
     if (code) return code;
     p->n = p->num_valid = p->in = p->out = BENCH_PRODUCT_SIDE;
     p->dtype = network_storage(network_precision(o->precision));
+    snprintf(d->name, sizeof d->name, "dense layer, %zu x %zu x %zu", side, side, side);
     matrix = side * side * mpt_dtype_size(p->dtype);
     workspace = d->memory.backend->dense_fprop_workspace_bytes(d->memory.self, p);
     code = bench_space_allocate(&d->memory, 3 * matrix + bench_space_round(workspace) +
@@ -236,8 +238,8 @@ static bench_case bench_flops_limit(bench_limits *l) {
                    (double)l->cpu.threads;
 
     if (l->on_device)
-        return bench_make("dense layer, 4096 x 4096 x 4096", "flops", 2 * side * side * side,
-                          bench_product_run, &l->device);
+        return bench_make(l->device.name, "flops", 2 * side * side * side, bench_product_run,
+                          &l->device);
     return bench_make("FP32 multiply-adds in registers", "flops", flops, bench_fma_run, &l->cpu);
 }
 

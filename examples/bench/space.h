@@ -83,21 +83,25 @@ static void bench_floats(float *x, size_t n, uint32_t seed) {
     }
 }
 
-/* Fills a piece with numbers of that type, one block of them over and over. */
+/* Fills a piece with numbers of that type, one block of them over and over: what is there already
+   is copied behind itself. */
 static int bench_space_fill(bench_space *m, void *piece, size_t bytes, mpt_dtype dtype,
                             uint32_t seed) {
     enum { BLOCK = 4096 };
     float numbers[BLOCK];
     uint8_t block[BLOCK * sizeof(float)];
-    size_t size = BLOCK * mpt_dtype_size(dtype), at, n;
+    size_t size = BLOCK * mpt_dtype_size(dtype), done = bytes < size ? bytes : size;
+    mpt_copy_args copy;
 
     bench_floats(numbers, BLOCK, seed);
     bench_convert(numbers, BLOCK, dtype, block);
-    for (at = 0; at < bytes; at += n) {
-        uint8_t *to = (uint8_t *)piece + at;
-        n = bytes - at < size ? bytes - at : size;
-        if (!bench_space_on_device(m)) memcpy(to, block, n);
-        else if (m->backend->upload(m->self, to, block, n)) return bench_fail(m->ctx);
+    if (!bench_space_on_device(m)) memcpy(piece, block, done);
+    else if (m->backend->upload(m->self, piece, block, done)) return bench_fail(m->ctx);
+    for (; done < bytes; done += copy.bytes) {
+        copy.src = piece;
+        copy.dst = (uint8_t *)piece + done;
+        copy.bytes = bytes - done < done ? bytes - done : done;
+        if (m->backend->copy(m->self, &copy)) return bench_fail(m->ctx);
     }
     return 0;
 }
