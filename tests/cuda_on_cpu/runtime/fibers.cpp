@@ -154,13 +154,6 @@ CUDA_ON_CPU_UNCHECKED Place host_place() {
     return {&host_fiber, &host_stack_pointer};
 }
 
-// The thread that runs a kernel may be another than last time.
-void enter_host() {
-#if CUDA_ON_CPU_TSAN
-    host_fiber.tsan_fiber = __tsan_get_current_fiber();
-#endif
-}
-
 // ---- the pool ------------------------------------------------------------------------------------
 
 CUDA_ON_CPU_UNCHECKED static void fiber_entry() {
@@ -182,6 +175,17 @@ CUDA_ON_CPU_UNCHECKED static Fiber *make_fiber() {
 #endif
     num_fibers++;
     return fiber;
+}
+
+// Before a launch. ThreadSanitizer's fibers must all come from the host: it takes it that what a
+// thread did before it made another one happened before all that the other does.
+void enter_host(unsigned num_threads) {
+#if CUDA_ON_CPU_TSAN
+    host_fiber.tsan_fiber = __tsan_get_current_fiber();
+    for (unsigned i = 0; i < num_threads; i++)
+        if (!pool_of(i)) pool_of(i) = make_fiber();
+#endif
+    (void)num_threads;
 }
 
 // A fiber for a lane that has not run yet. Switching to it runs the current thread.

@@ -319,8 +319,8 @@ void run_kernel(const Kernel &launched) {
     kernel_now = &launched;
     gridDim = grid;
     blockDim = launched.block;
-    enter_host();
     prepare_block(launched);
+    enter_host(block.num_threads);
     prepare_shared_memory(launched.shared_bytes);
     for (unsigned i : shuffled(grid.x * grid.y * grid.z)) {
         blockIdx = {i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y)};
