@@ -20,7 +20,7 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__ static
+#define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -125,7 +125,7 @@ inline int __syncthreads_and(int predicate,
 inline void __syncwarp(unsigned mask = 0xffffffffu,
                        cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
     using namespace cuda_on_cpu;
-    Warp *const warp = current->warp;
+    Warp *const warp = current_warp;
     order_release(warp);
     meet(mask, Operation::syncwarp, where, [](Warp &, unsigned) CUDA_ON_CPU_UNCHECKED {});
     order_acquire(warp);
@@ -143,6 +143,10 @@ inline void __threadfence_system() {
     __threadfence();
 }
 
+[[noreturn]] inline void __trap(cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
+    cuda_on_cpu::fault("__trap", where);
+}
+
 // ---- shuffles and votes --------------------------------------------------------------------------
 
 namespace cuda_on_cpu {
@@ -152,16 +156,16 @@ template <class T>
 CUDA_ON_CPU_UNCHECKED inline T shuffle(unsigned mask, T value, int source, Where where) {
     static_assert(sizeof(T) <= sizeof(uint64_t) && std::is_trivially_copyable<T>::value,
                   "shuffles move at most 8 bytes");
-    Warp &warp = *current->warp;
-    const unsigned lane = current->lane;
+    Warp &warp = *current_warp;
+    const unsigned lane = current_lane;
     memcpy(&warp.in[lane], &value, sizeof value);
     warp.source[lane] = source;
     meet(mask, Operation::shuffle, where,
          [where](Warp &w, unsigned lanes) CUDA_ON_CPU_UNCHECKED {
              for (unsigned rest = lanes; rest; rest &= rest - 1) {
-                 const int reader = __builtin_ctz(rest);
+                 const unsigned reader = static_cast<unsigned>(__builtin_ctz(rest));
                  if (!(lanes >> w.source[reader] & 1))
-                     fault_in(w.threads[reader], "a shuffle reads a lane that is not there", where);
+                     fault_in(w, reader, "a shuffle reads a lane that is not there", where);
                  w.out[reader] = w.in[w.source[reader]];
              }
          });
@@ -171,14 +175,14 @@ CUDA_ON_CPU_UNCHECKED inline T shuffle(unsigned mask, T value, int source, Where
 
 // A lane reads its own value where the source lies outside its segment of `width` lanes.
 CUDA_ON_CPU_UNCHECKED inline int in_segment(int source, int width) {
-    const int lane = static_cast<int>(current->lane);
+    const int lane = static_cast<int>(current_lane);
     const int first = lane & ~(width - 1);
     return source < first || source >= first + width ? lane : source;
 }
 
 CUDA_ON_CPU_UNCHECKED inline unsigned vote(unsigned mask, bool predicate, Where where) {
-    Warp &warp = *current->warp;
-    warp.in[current->lane] = predicate;
+    Warp &warp = *current_warp;
+    warp.in[current_lane] = predicate;
     meet(mask, Operation::vote, where, [](Warp &w, unsigned lanes) CUDA_ON_CPU_UNCHECKED {
         unsigned result = 0;
         for (unsigned rest = lanes; rest; rest &= rest - 1) {
@@ -187,7 +191,7 @@ CUDA_ON_CPU_UNCHECKED inline unsigned vote(unsigned mask, bool predicate, Where 
         }
         for (unsigned rest = lanes; rest; rest &= rest - 1) w.out[__builtin_ctz(rest)] = result;
     });
-    return static_cast<unsigned>(warp.out[current->lane]);
+    return static_cast<unsigned>(warp.out[current_lane]);
 }
 
 } // namespace cuda_on_cpu
@@ -195,25 +199,25 @@ CUDA_ON_CPU_UNCHECKED inline unsigned vote(unsigned mask, bool predicate, Where 
 template <class T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = 32,
                      cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
-    const int first = static_cast<int>(cuda_on_cpu::current->lane) & ~(width - 1);
+    const int first = static_cast<int>(cuda_on_cpu::current_lane) & ~(width - 1);
     return cuda_on_cpu::shuffle(mask, value, first + (source & (width - 1)), where);
 }
 template <class T>
 inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32,
                         cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
-    const int source = static_cast<int>(cuda_on_cpu::current->lane) - static_cast<int>(delta);
+    const int source = static_cast<int>(cuda_on_cpu::current_lane) - static_cast<int>(delta);
     return cuda_on_cpu::shuffle(mask, value, cuda_on_cpu::in_segment(source, width), where);
 }
 template <class T>
 inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32,
                           cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
-    const int source = static_cast<int>(cuda_on_cpu::current->lane) + static_cast<int>(delta);
+    const int source = static_cast<int>(cuda_on_cpu::current_lane) + static_cast<int>(delta);
     return cuda_on_cpu::shuffle(mask, value, cuda_on_cpu::in_segment(source, width), where);
 }
 template <class T>
 inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
                          cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
-    const int source = static_cast<int>(cuda_on_cpu::current->lane) ^ lanes;
+    const int source = static_cast<int>(cuda_on_cpu::current_lane) ^ lanes;
     return cuda_on_cpu::shuffle(mask, value, cuda_on_cpu::in_segment(source, width), where);
 }
 
@@ -231,7 +235,7 @@ inline int __all_sync(unsigned mask, int predicate,
 }
 // Any lanes may happen to run together: the lane alone is the answer that finds most mistakes.
 inline unsigned __activemask() {
-    return 1u << cuda_on_cpu::current->lane;
+    return 1u << cuda_on_cpu::current_lane;
 }
 
 // ---- atomics -------------------------------------------------------------------------------------
@@ -375,7 +379,8 @@ inline unsigned __umulhi(unsigned a, unsigned b) {
     return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
 }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
-    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+    __extension__ typedef unsigned __int128 Wide;
+    return static_cast<unsigned long long>(static_cast<Wide>(a) * b >> 64);
 }
 inline int __popc(unsigned x) {
     return __builtin_popcount(x);

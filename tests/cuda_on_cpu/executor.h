@@ -37,7 +37,7 @@ struct Where {
     }
 };
 
-enum class Operation { none, syncwarp, shuffle, vote, activemask, ldmatrix, mma };
+enum class Operation { none, syncwarp, shuffle, vote, ldmatrix, mma };
 
 const char *operation_name(Operation operation);
 
@@ -52,16 +52,10 @@ struct AsyncCopy {
 };
 
 struct Thread {
-    uint3 index; // threadIdx
-    unsigned lane;
-    Warp *warp;
-    Fiber *fiber;        // null until it first runs
-    Where where;         // of the call in which it waits
-    Operation waits_for; // none: in __syncthreads or running
-    bool completes;      // a lane that returned left it the last of its meeting
-    int matrix_moves;    // wmma loads and stores so far
-    int num_copies;      // in copies[], oldest first
-    int open_group;      // the group of cp.async's not yet committed
+    uint3 index;      // threadIdx
+    int matrix_moves; // wmma loads and stores so far
+    int num_copies;   // in copies[], oldest first
+    int open_group;   // the group of cp.async's not yet committed
     AsyncCopy copies[MAX_COPIES];
 };
 
@@ -72,27 +66,38 @@ struct Meeting {
     Operation operation;
 };
 
+// What the scheduler touches at each switch lies together here, by lane, and not in Thread: the
+// cache holds little more than the stacks of one warp.
 struct Warp {
-    unsigned exists;   // lanes that have not returned
-    unsigned runnable; // of those, lanes that do not wait
-    int matrix_moves; // of the lanes that returned; -1: none has
+    unsigned exists;    // lanes that have not returned
+    unsigned runnable;  // of those, lanes that do not wait
+    unsigned started;   // lanes that have a fiber
+    unsigned completes; // lanes that a lane which returned left the last of their meeting
+    int matrix_moves;   // of the lanes that returned; -1: none has
     int num_meetings;
     Meeting meetings[WARP_SIZE];
     Thread *threads; // of its 32 lanes
+    Fiber *fibers[WARP_SIZE];
+    void *stack_pointers[WARP_SIZE];
+    Where where[WARP_SIZE];         // of the call in which a lane waits
+    Operation waits_for[WARP_SIZE]; // none: for __syncthreads
 
-    // What lanes bring to a meeting and take from it, by lane.
+    // What lanes bring to a meeting and take from it.
     uint64_t in[WARP_SIZE];
     uint64_t out[WARP_SIZE];
-    int source[WARP_SIZE];               // shuffles: the lane to read
-    void *registers[WARP_SIZE][4];       // mma, ldmatrix: operands and results
+    int source[WARP_SIZE];                  // shuffles: the lane to read
+    void *registers[WARP_SIZE][4];          // mma, ldmatrix: operands and results
     alignas(16) uint32_t row[WARP_SIZE][4]; // ldmatrix: the 16 bytes that a lane reads
 };
 
-extern Thread *current; // the running CUDA thread; null while the host runs
+// The running CUDA thread; null while the host runs.
+extern Thread *current;
+extern Warp *current_warp;
+extern unsigned current_lane;
 
 // Prints one line - what, kernel, block, thread, place - and aborts.
 [[noreturn]] void fault(const char *what, Where where);
-[[noreturn]] void fault_in(const Thread &thread, const char *what, Where where);
+[[noreturn]] void fault_in(const Warp &warp, unsigned lane, const char *what, Where where);
 
 // arrive: true for the last lane of the meeting, which must not suspend. suspend: lets others run
 // until this lane may go on; true if it must complete the meeting.
@@ -103,7 +108,7 @@ bool suspend();
 template <class Job>
 CUDA_ON_CPU_UNCHECKED inline void meet(unsigned mask, Operation operation, Where where, Job job) {
     if (!arrive(mask, operation, where) && !suspend()) return;
-    Warp &warp = *current->warp;
+    Warp &warp = *current_warp;
     const unsigned lanes = mask & warp.exists;
     job(warp, lanes);
     warp.runnable |= lanes;
@@ -117,10 +122,6 @@ extern char fence_token;
 
 // The start of the block's dynamic shared memory.
 extern unsigned char *dynamic_shared;
-
-template <class Function> CUDA_ON_CPU_UNCHECKED inline void for_lanes(unsigned lanes, Function f) {
-    for (; lanes; lanes &= lanes - 1) f(__builtin_ctz(lanes));
-}
 
 // Whether all lanes of the warp are there, as wmma and mma demand.
 CUDA_ON_CPU_UNCHECKED inline void need_whole_warp(unsigned lanes, Where where) {

@@ -86,7 +86,7 @@ template <class T> inline void check_matrix(const T *memory, unsigned ldm, cuda_
 template <class Use, class Copy>
 inline void for_elements(bool col_major_memory, unsigned ldm, Copy copy) {
     const cuda_on_cpu::FragmentLayout &layout = layout_of<Use>();
-    const unsigned chunk = layout.chunk_of[cuda_on_cpu::current->lane];
+    const unsigned chunk = layout.chunk_of[cuda_on_cpu::current_lane];
     const size_t row = chunk / 2;
     const size_t column = chunk % 2 * cuda_on_cpu::CHUNK;
     const size_t start = col_major_memory ? column * ldm + row : row * ldm + column;
@@ -133,7 +133,7 @@ mma_sync(fragment<accumulator, M, N, K, float> &d,
          const fragment<accumulator, M, N, K, float> &c,
          cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
     using namespace cuda_on_cpu;
-    void **registers = current->warp->registers[current->lane];
+    void **registers = current_warp->registers[current_lane];
     registers[0] = d.x;
     registers[1] = const_cast<T *>(a.x);
     registers[2] = const_cast<T *>(b.x);

@@ -22,20 +22,18 @@ const size_t STACK_BYTES = 256 << 10;
 } // namespace
 
 struct Fiber {
-#ifdef CUDA_ON_CPU_UCONTEXT
-    ucontext_t context;
-#else
-    void *stack_pointer; // while another runs
-#endif
     char *stack; // lowest usable address; a page below it is no memory at all
     size_t stack_bytes;
-    void *fake_stack; // AddressSanitizer's
+    void *fake_stack;    // AddressSanitizer's
+    void *stack_pointer; // while it is in the pool
+#ifdef CUDA_ON_CPU_UCONTEXT
+    ucontext_t context;
+#endif
     Fiber *next_free;
 };
 
 static Fiber host_fiber; // the stack that launched: entered last when a block is done
-static Fiber *running = &host_fiber;
-static Fiber *came_from;
+static void *host_stack_pointer;
 static Fiber *free_fibers;
 static int num_fibers;
 
@@ -43,11 +41,11 @@ static int num_fibers;
 
 #ifdef CUDA_ON_CPU_UCONTEXT
 
-CUDA_ON_CPU_UNCHECKED static void switch_stacks(Fiber &from, Fiber &to) {
-    swapcontext(&from.context, &to.context);
+CUDA_ON_CPU_UNCHECKED static void switch_stacks(const Place &from, const Place &to) {
+    swapcontext(&from.fiber->context, &to.fiber->context);
 }
 
-static void prepare_stack(Fiber &fiber, void (*entry)()) {
+CUDA_ON_CPU_UNCHECKED static void prepare_stack(Fiber &fiber, void (*entry)()) {
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack;
     fiber.context.uc_stack.ss_size = fiber.stack_bytes;
@@ -82,13 +80,13 @@ __asm__(".text\n"
         "    jmp *%rcx\n"
         ".size cuda_on_cpu_switch_stacks, . - cuda_on_cpu_switch_stacks\n");
 
-CUDA_ON_CPU_UNCHECKED static void switch_stacks(Fiber &from, Fiber &to) {
-    cuda_on_cpu_switch_stacks(&from.stack_pointer, to.stack_pointer);
+CUDA_ON_CPU_UNCHECKED static void switch_stacks(const Place &from, const Place &to) {
+    cuda_on_cpu_switch_stacks(from.stack_pointer, *to.stack_pointer);
 }
 
 // The stack as the switch leaves one: six registers, then where to go on. At the entry of a
 // function the stack is 8 short of a multiple of 16, as after a call.
-static void prepare_stack(Fiber &fiber, void (*entry)()) {
+CUDA_ON_CPU_UNCHECKED static void prepare_stack(Fiber &fiber, void (*entry)()) {
     // Stacks lie a power of two apart. Without this shift the same local of all 32 lanes would
     // fall into one set of the cache, which holds 8 lines or so.
     const size_t shift = static_cast<size_t>(num_fibers) * 11 % 64 * 64;
@@ -101,42 +99,52 @@ static void prepare_stack(Fiber &fiber, void (*entry)()) {
 
 #endif
 
-// Tells AddressSanitizer on which stack we are from now on.
-CUDA_ON_CPU_UNCHECKED static void arrived_on_stack() {
 #if CUDA_ON_CPU_ASAN
+
+static Fiber *came_from;
+
+// Tells AddressSanitizer on which stack we are now.
+static void arrived_on(Fiber *fiber) {
     const void *bottom;
     size_t bytes;
-    __sanitizer_finish_switch_fiber(running->fake_stack, &bottom, &bytes);
-    if (came_from == &host_fiber) {
-        host_fiber.stack = static_cast<char *>(const_cast<void *>(bottom));
-        host_fiber.stack_bytes = bytes;
-    }
-#endif
+    __sanitizer_finish_switch_fiber(fiber->fake_stack, &bottom, &bytes);
+    if (came_from != &host_fiber) return;
+    host_fiber.stack = static_cast<char *>(const_cast<void *>(bottom));
+    host_fiber.stack_bytes = bytes;
 }
 
-CUDA_ON_CPU_UNCHECKED void switch_to(Fiber *fiber) {
-    Fiber *self = running;
-    came_from = self;
-    running = fiber;
-#if CUDA_ON_CPU_ASAN
-    __sanitizer_start_switch_fiber(&self->fake_stack, fiber->stack, fiber->stack_bytes);
-#endif
-    switch_stacks(*self, *fiber);
-    arrived_on_stack();
+static void leave_for(Fiber *from, const Fiber *to) {
+    came_from = from;
+    __sanitizer_start_switch_fiber(&from->fake_stack, to->stack, to->stack_bytes);
 }
 
-CUDA_ON_CPU_UNCHECKED void switch_to_host() {
-    switch_to(&host_fiber);
+#else
+
+CUDA_ON_CPU_UNCHECKED static void arrived_on(Fiber *) {
+}
+CUDA_ON_CPU_UNCHECKED static void leave_for(Fiber *, const Fiber *) {
+}
+
+#endif
+
+CUDA_ON_CPU_UNCHECKED void switch_fibers(const Place &from, const Place &to) {
+    leave_for(from.fiber, to.fiber);
+    switch_stacks(from, to);
+    arrived_on(from.fiber);
+}
+
+CUDA_ON_CPU_UNCHECKED Place host_place() {
+    return {&host_fiber, &host_stack_pointer};
 }
 
 // ---- the pool ------------------------------------------------------------------------------------
 
 CUDA_ON_CPU_UNCHECKED static void fiber_entry() {
-    arrived_on_stack();
+    arrived_on(current_warp->fibers[current_lane]);
     work_on_fiber();
 }
 
-static Fiber *make_fiber() {
+CUDA_ON_CPU_UNCHECKED static Fiber *make_fiber() {
     Fiber *fiber = new Fiber();
     char *memory = static_cast<char *>(mmap(nullptr, PAGE + STACK_BYTES, PROT_READ | PROT_WRITE,
                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -149,21 +157,21 @@ static Fiber *make_fiber() {
     return fiber;
 }
 
-// A fiber for a thread that has not run yet. Switching to it runs `current`.
-CUDA_ON_CPU_UNCHECKED Fiber *take_fiber() {
+// A fiber for a lane that has not run yet. Switching to it runs the current thread.
+CUDA_ON_CPU_UNCHECKED void take_fiber(Warp &warp, unsigned lane) {
     Fiber *fiber = free_fibers;
-    if (!fiber) return make_fiber();
-    free_fibers = fiber->next_free;
-    return fiber;
+    if (fiber) free_fibers = fiber->next_free;
+    else fiber = make_fiber();
+    warp.fibers[lane] = fiber;
+    warp.stack_pointers[lane] = fiber->stack_pointer;
+    warp.started |= 1u << lane;
 }
 
-CUDA_ON_CPU_UNCHECKED void give_fiber_back(Fiber *fiber) {
+// Back to the pool; it goes on from here when it is taken again.
+CUDA_ON_CPU_UNCHECKED Place give_fiber_back(Fiber *fiber) {
     fiber->next_free = free_fibers;
     free_fibers = fiber;
-}
-
-CUDA_ON_CPU_UNCHECKED Fiber *running_fiber() {
-    return running;
+    return {fiber, &fiber->stack_pointer};
 }
 
 // Whether the address is in the page below a stack: a thread's locals did not fit.

@@ -78,18 +78,21 @@ CUDA_ON_CPU_UNCHECKED void multiply_fragments(Warp &warp,
         column_of_k[k] = k / CHUNK * CHUNK + fragment_layouts.a.index_of[k % CHUNK];
     for (int row = 0; row < FRAGMENT_SIDE; row += ROWS_TOGETHER) {
         Chunk sums[ROWS_TOGETHER][2];
+#pragma GCC unroll 8
         for (int i = 0; i < ROWS_TOGETHER * 2; i++)
             load_chunk(warp, 3, row * 2 + i, &sums[i / 2][i % 2]);
         for (int k = 0; k < FRAGMENT_SIDE; k++) {
             Chunk low, high;
             memcpy(&low, &b[k][0], sizeof low);
             memcpy(&high, &b[k][CHUNK], sizeof high);
+#pragma GCC unroll 4
             for (int i = 0; i < ROWS_TOGETHER; i++) {
                 const float factor = a[row + i][column_of_k[k]];
                 sums[i][0] += factor * low;
                 sums[i][1] += factor * high;
             }
         }
+#pragma GCC unroll 8
         for (int i = 0; i < ROWS_TOGETHER * 2; i++)
             store_chunk(warp, row * 2 + i, sums[i / 2][i % 2]);
     }

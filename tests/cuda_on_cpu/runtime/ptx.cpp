@@ -51,9 +51,9 @@ CUDA_ON_CPU_UNCHECKED static void distribute_rows(Warp &warp, bool transposed) {
 
 CUDA_ON_CPU_UNCHECKED static void exchange_rows(unsigned r[4], const uint32_t row[4],
                                                 bool transposed, Where where) {
-    Warp &warp = *current->warp;
-    warp.registers[current->lane][0] = r;
-    for (int i = 0; i < 4; i++) warp.row[current->lane][i] = row[i];
+    Warp &warp = *current_warp;
+    warp.registers[current_lane][0] = r;
+    for (int i = 0; i < 4; i++) warp.row[current_lane][i] = row[i];
     meet(~0u, Operation::ldmatrix, where, [=](Warp &w, unsigned lanes) CUDA_ON_CPU_UNCHECKED {
         need_whole_warp(lanes, where);
         distribute_rows(w, transposed);
@@ -126,7 +126,7 @@ CUDA_ON_CPU_UNCHECKED static void scatter_16816(const Warp &warp, const Tile1681
 }
 
 CUDA_ON_CPU_UNCHECKED static void bring_registers(float *d, const unsigned *a, const unsigned *b) {
-    void **registers = current->warp->registers[current->lane];
+    void **registers = current_warp->registers[current_lane];
     registers[0] = d;
     registers[1] = const_cast<unsigned *>(a);
     registers[2] = const_cast<unsigned *>(b);

@@ -16,6 +16,8 @@ dim3 blockDim, gridDim;
 namespace cuda_on_cpu {
 
 Thread *current;
+Warp *current_warp;
+unsigned current_lane;
 char fence_token;
 
 namespace {
@@ -23,21 +25,19 @@ namespace {
 struct Block {
     Thread threads[MAX_THREADS];
     Warp warps[MAX_WARPS];
-    int num_threads, num_warps;
-    int live; // threads that have not returned
+    unsigned num_threads, num_warps;
+    unsigned live; // threads that have not returned
 
     // __syncthreads
-    int at_barrier;      // threads that wait in it
+    unsigned at_barrier; // threads that wait in it
     Where barrier_where; // of the first of them
     int predicates;      // true ones among them
     int barrier_result;  // of the last barrier
 
     // the order
-    bool greedy;
-    Warp *warp;     // that runs
-    int lane_start; // the first lane after a choice of warp
-    bool downwards;
-    unsigned patience; // switches until another warp has its turn
+    bool greedy, downwards;
+    unsigned lane_start; // lanes are tried round from here
+    unsigned patience;   // switches until another warp has its turn
 };
 
 Block block;
@@ -78,75 +78,79 @@ CUDA_ON_CPU_UNCHECKED unsigned random_below(unsigned bound) {
 
 // A warp with a lane that can run, from a random one on; null if there is none.
 CUDA_ON_CPU_UNCHECKED static Warp *choose_warp() {
-    block.lane_start = static_cast<int>(random_below(WARP_SIZE));
+    block.lane_start = random_below(WARP_SIZE);
     block.patience = block.greedy ? ~0u : 1 + random_below(MAX_PATIENCE);
-    unsigned i = random_below(static_cast<unsigned>(block.num_warps));
-    for (int tried = 0; tried < block.num_warps; tried++) {
+    unsigned i = random_below(block.num_warps);
+    for (unsigned tried = 0; tried < block.num_warps; tried++) {
         if (block.warps[i].runnable) return &block.warps[i];
-        i = i + 1 < static_cast<unsigned>(block.num_warps) ? i + 1 : 0;
+        i = i + 1 < block.num_warps ? i + 1 : 0;
     }
     return nullptr;
 }
 
 // The next lane of those that can run, round from block.lane_start.
-CUDA_ON_CPU_UNCHECKED static int choose_lane(unsigned runnable) {
-    const int start = block.lane_start;
+CUDA_ON_CPU_UNCHECKED static unsigned choose_lane(unsigned runnable) {
+    const unsigned start = block.lane_start;
     if (block.downwards) {
-        const unsigned below = runnable << (31 - start); // lane `start` is bit 31
-        const unsigned bits = below ? below >> (31 - start) : runnable;
-        return 31 - __builtin_clz(bits);
+        const unsigned from_start = runnable << (31 - start) >> (31 - start);
+        return 31u - static_cast<unsigned>(__builtin_clz(from_start ? from_start : runnable));
     }
     const unsigned from_start = runnable >> start << start;
-    return __builtin_ctz(from_start ? from_start : runnable);
+    return static_cast<unsigned>(__builtin_ctz(from_start ? from_start : runnable));
 }
 
-// The thread that runs next; null if none can.
-CUDA_ON_CPU_UNCHECKED static Thread *choose_thread() {
-    if (!block.warp || !block.warp->runnable || --block.patience == 0) block.warp = choose_warp();
-    if (!block.warp) return nullptr;
-    const int lane = choose_lane(block.warp->runnable);
-    block.lane_start = (block.downwards ? lane + 31 : lane + 1) % WARP_SIZE;
-    return &block.warp->threads[lane];
+// Makes the thread that runs next the current one; false if none can.
+CUDA_ON_CPU_UNCHECKED static bool choose_thread() {
+    if (!current_warp || !current_warp->runnable || --block.patience == 0)
+        current_warp = choose_warp();
+    if (!current_warp) return false;
+    current_lane = choose_lane(current_warp->runnable);
+    current = &current_warp->threads[current_lane];
+    block.lane_start = (block.downwards ? current_lane + 31 : current_lane + 1) % WARP_SIZE;
+    return true;
 }
 
-CUDA_ON_CPU_UNCHECKED static void become(Thread *thread) {
-    current = thread;
-    if (thread) threadIdx = thread->index;
+CUDA_ON_CPU_UNCHECKED static Place place_of_current() {
+    Warp &warp = *current_warp;
+    return {warp.fibers[current_lane], &warp.stack_pointers[current_lane]};
+}
+
+// ThreadSanitizer follows the current thread; the host when there is none.
+CUDA_ON_CPU_UNCHECKED static void tell_current() {
 #if CUDA_ON_CPU_TSAN
-    __tsan_switch_to_fiber(thread ? thread_contexts[thread - block.threads] : host_context, 1);
+    __tsan_switch_to_fiber(current ? thread_contexts[current - block.threads] : host_context, 1);
 #endif
 }
 
-CUDA_ON_CPU_UNCHECKED [[noreturn]] static void report_deadlock() {
-    for (int i = 0; i < block.num_threads; i++) {
-        const Thread &thread = block.threads[i];
-        if (!(thread.warp->exists >> thread.lane & 1)) continue;
-        if (thread.waits_for == Operation::none) continue;
-        char what[128];
-        snprintf(what, sizeof what, "deadlock: a lane waits in %s for lanes that never come",
-                 operation_name(thread.waits_for));
-        fault_in(thread, what, thread.where);
+[[noreturn]] static void report_deadlock() {
+    for (unsigned i = 0; i < block.num_warps; i++) {
+        const Warp &warp = block.warps[i];
+        for (unsigned lane = 0; lane < WARP_SIZE; lane++) {
+            if (!(warp.exists >> lane & 1) || warp.waits_for[lane] == Operation::none) continue;
+            char what[128];
+            snprintf(what, sizeof what, "deadlock: a lane waits in %s for lanes that never come",
+                     operation_name(warp.waits_for[lane]));
+            fault_in(warp, lane, what, warp.where[lane]);
+        }
     }
-    for (int i = 0; i < block.num_threads; i++) {
-        const Thread &thread = block.threads[i];
-        if (thread.warp->exists >> thread.lane & 1)
-            fault_in(thread, "deadlock: a thread waits in __syncthreads", thread.where);
-    }
-    fault("deadlock", Where::here());
+    fault("deadlock: threads wait in __syncthreads", block.barrier_where);
 }
 
 // ---- waiting -------------------------------------------------------------------------------------
 
 CUDA_ON_CPU_UNCHECKED bool suspend() {
-    Thread *self = current;
-    Thread *next = choose_thread();
-    if (!next) report_deadlock();
-    if (!next->fiber) next->fiber = take_fiber();
-    become(next);
-    if (next != self) switch_to(next->fiber);
-    const bool completes = self->completes;
-    self->completes = false;
-    self->waits_for = Operation::none;
+    const uint3 index = threadIdx;
+    Warp &warp = *current_warp;
+    const unsigned lane = current_lane;
+    if (!choose_thread()) report_deadlock();
+    if (current_warp != &warp || current_lane != lane) {
+        if (!(current_warp->started >> current_lane & 1)) take_fiber(*current_warp, current_lane);
+        tell_current();
+        switch_fibers({warp.fibers[lane], &warp.stack_pointers[lane]}, place_of_current());
+        threadIdx = index;
+    }
+    const unsigned completes = warp.completes >> lane & 1;
+    warp.completes &= ~(completes << lane);
     return completes;
 }
 
@@ -168,10 +172,16 @@ CUDA_ON_CPU_UNCHECKED static void close_meeting(Warp &warp, Meeting &meeting) {
     meeting = warp.meetings[--warp.num_meetings];
 }
 
+CUDA_ON_CPU_UNCHECKED static void lane_waits(Operation operation, Where where) {
+    Warp &warp = *current_warp;
+    warp.runnable &= ~(1u << current_lane);
+    warp.where[current_lane] = where;
+    warp.waits_for[current_lane] = operation;
+}
+
 CUDA_ON_CPU_UNCHECKED bool arrive(unsigned mask, Operation operation, Where where) {
-    Thread &thread = *current;
-    Warp &warp = *thread.warp;
-    const unsigned bit = 1u << thread.lane;
+    Warp &warp = *current_warp;
+    const unsigned bit = 1u << current_lane;
     if (!(mask & bit)) fault("a lane outside the mask that it gives", where);
     Meeting &meeting = find_meeting(warp, mask, operation, where);
     meeting.arrived |= bit;
@@ -179,9 +189,7 @@ CUDA_ON_CPU_UNCHECKED bool arrive(unsigned mask, Operation operation, Where wher
         close_meeting(warp, meeting);
         return true;
     }
-    warp.runnable &= ~bit;
-    thread.where = where;
-    thread.waits_for = operation;
+    lane_waits(operation, where);
     return false;
 }
 
@@ -189,21 +197,19 @@ CUDA_ON_CPU_UNCHECKED static void release_barrier() {
     block.barrier_result = block.predicates;
     block.predicates = 0;
     block.at_barrier = 0;
-    for (int i = 0; i < block.num_warps; i++) block.warps[i].runnable = block.warps[i].exists;
-    block.warp = nullptr; // any may go on first
+    for (unsigned i = 0; i < block.num_warps; i++) block.warps[i].runnable = block.warps[i].exists;
+    block.patience = 1; // any warp may go on first
 }
 
 CUDA_ON_CPU_UNCHECKED int sync_block(bool predicate, Where where) {
-    Thread &thread = *current;
     if (block.live != block.num_threads)
         fault("__syncthreads after other threads of the block returned", where);
     if (block.at_barrier && block.barrier_where.line != where.line)
         fault("divergent __syncthreads: another thread waits in a different one", where);
     block.barrier_where = where;
     block.predicates += predicate;
-    thread.where = where;
     order_release(&block.at_barrier);
-    thread.warp->runnable &= ~(1u << thread.lane);
+    lane_waits(Operation::none, where);
     if (++block.at_barrier == block.num_threads) release_barrier();
     suspend();
     order_acquire(&block.at_barrier);
@@ -217,45 +223,54 @@ CUDA_ON_CPU_UNCHECKED static void complete_without(Warp &warp) {
     for (int i = 0; i < warp.num_meetings; i++) {
         Meeting &meeting = warp.meetings[i];
         if (meeting.arrived != (meeting.mask & warp.exists)) continue;
-        const int lane = __builtin_ctz(meeting.arrived);
-        warp.threads[lane].completes = true;
-        warp.runnable |= 1u << lane;
+        const unsigned bit = meeting.arrived & -meeting.arrived;
+        warp.completes |= bit;
+        warp.runnable |= bit;
         close_meeting(warp, meeting);
         i--;
     }
 }
 
-CUDA_ON_CPU_UNCHECKED static void run_thread(Thread &thread) {
-    order_acquire(&launch_token);
-    kernel->call(kernel->arguments);
-    order_release(&block_token);
-    Warp &warp = *thread.warp;
-    const unsigned bit = 1u << thread.lane;
-    if (warp.matrix_moves < 0) warp.matrix_moves = thread.matrix_moves;
-    if (warp.matrix_moves != thread.matrix_moves)
+CUDA_ON_CPU_UNCHECKED static void thread_returned() {
+    Warp &warp = *current_warp;
+    const unsigned bit = 1u << current_lane;
+    if (block.at_barrier)
+        fault("a thread returned while others wait in __syncthreads", block.barrier_where);
+    if (warp.matrix_moves < 0) warp.matrix_moves = current->matrix_moves;
+    if (warp.matrix_moves != current->matrix_moves)
         fault("a wmma load or store that only some lanes of the warp made", Where::here());
     warp.exists &= ~bit;
     warp.runnable &= ~bit;
     block.live--;
-    if (block.at_barrier)
-        fault("a thread returned while others wait in __syncthreads", block.barrier_where);
     if (warp.num_meetings) complete_without(warp);
+}
+
+CUDA_ON_CPU_UNCHECKED static void run_thread() {
+    threadIdx = current->index;
+    order_acquire(&launch_token);
+    kernel->call(kernel->arguments);
+    order_release(&block_token);
+    thread_returned();
 }
 
 CUDA_ON_CPU_UNCHECKED void work_on_fiber() {
     for (;;) {
-        Thread *thread = current;
-        run_thread(*thread);
-        Thread *next = choose_thread();
-        if (!next && block.live) report_deadlock();
-        become(next);
-        if (next && !next->fiber) {
-            next->fiber = thread->fiber;
+        run_thread();
+        Fiber *fiber = current_warp->fibers[current_lane];
+        if (!choose_thread()) {
+            if (block.live) report_deadlock();
+            current = nullptr;
+            tell_current();
+            switch_fibers(give_fiber_back(fiber), host_place());
             continue;
         }
-        give_fiber_back(thread->fiber);
-        if (next) switch_to(next->fiber);
-        else switch_to_host();
+        tell_current();
+        if (current_warp->started >> current_lane & 1) {
+            switch_fibers(give_fiber_back(fiber), place_of_current());
+        } else {
+            current_warp->started |= 1u << current_lane;
+            current_warp->fibers[current_lane] = fiber;
+        }
     }
 }
 
@@ -265,36 +280,31 @@ CUDA_ON_CPU_UNCHECKED void work_on_fiber() {
 static void prepare_block(const Kernel &launched) {
     const dim3 size = launched.block;
     block.greedy = settings().schedule == Schedule::greedy;
-    block.num_threads = static_cast<int>(size.x * size.y * size.z);
+    block.num_threads = size.x * size.y * size.z;
     block.num_warps = (block.num_threads + WARP_SIZE - 1) / WARP_SIZE;
-    for (unsigned i = 0; i < static_cast<unsigned>(block.num_threads); i++) {
-        Thread &thread = block.threads[i];
-        thread.index = {i % size.x, i / size.x % size.y, i / (size.x * size.y)};
-        thread.lane = i % WARP_SIZE;
-        thread.warp = &block.warps[i / WARP_SIZE];
-    }
+    for (unsigned i = 0; i < block.num_threads; i++)
+        block.threads[i].index = {i % size.x, i / size.x % size.y, i / (size.x * size.y)};
 #if CUDA_ON_CPU_TSAN
     host_context = __tsan_get_current_fiber();
-    for (int i = 0; i < block.num_threads; i++)
+    for (unsigned i = 0; i < block.num_threads; i++)
         if (!thread_contexts[i]) thread_contexts[i] = __tsan_create_fiber(0);
 #endif
 }
 
 CUDA_ON_CPU_UNCHECKED static void reset_block() {
-    for (int i = 0; i < block.num_threads; i++) {
+    for (unsigned i = 0; i < block.num_threads; i++) {
         Thread &thread = block.threads[i];
-        thread.fiber = nullptr;
-        thread.waits_for = Operation::none;
-        thread.completes = false;
         thread.matrix_moves = 0;
         thread.num_copies = 0;
         thread.open_group = 0;
     }
-    for (int i = 0; i < block.num_warps; i++) {
+    for (unsigned i = 0; i < block.num_warps; i++) {
         Warp &warp = block.warps[i];
-        const int lanes = block.num_threads - i * WARP_SIZE;
+        const unsigned lanes = block.num_threads - i * WARP_SIZE;
         warp.exists = lanes >= WARP_SIZE ? ~0u : (1u << lanes) - 1;
         warp.runnable = warp.exists;
+        warp.started = 0;
+        warp.completes = 0;
         warp.matrix_moves = -1;
         warp.num_meetings = 0;
         warp.threads = block.threads + i * WARP_SIZE;
@@ -302,17 +312,17 @@ CUDA_ON_CPU_UNCHECKED static void reset_block() {
     block.live = block.num_threads;
     block.at_barrier = 0;
     block.predicates = 0;
-    block.warp = nullptr;
     block.downwards = random_below(2);
+    current_warp = nullptr;
 }
 
 CUDA_ON_CPU_UNCHECKED static void run_block() {
     reset_block();
     order_release(&launch_token);
-    Thread *first = choose_thread();
-    first->fiber = take_fiber();
-    become(first);
-    switch_to(first->fiber);
+    choose_thread();
+    take_fiber(*current_warp, current_lane);
+    tell_current();
+    switch_fibers(host_place(), place_of_current());
     order_acquire(&block_token);
 }
 
