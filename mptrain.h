@@ -86,13 +86,16 @@
  *   >>position    3.4 Position: where a loader stands, saved and restored
  *   >>tensor      4 Tensors: arenas
  *   >>cpu         5 CPU ops: convolution, dense, batch norm, pools, dropout, softmax cross entropy
+ *   >>cuda        6 CUDA backend: streams, staging, cuBLAS, launches of kernels.cu
  *   >>layers      7 Layers: shapes and parameters, one step forward, one step backward
  *   >>model       8 Model: a list of layers, finished and laid out; the zoo
  *   >>optim       9 Loss and optimizer
  *   >>scaler      10 Loss scaling
- *   >>train       12.1 Trainer: the plan, microbatches, the step, evaluation
- *   >>safetensors 12.2 Files of tensors: SHA-256, JSON, safetensors
- *   >>state       12.3 State: hash, export and import, checkpoints
+ *   >>train       12.1 Trainer: the plan, microbatches, the step
+ *   >>evaluate    12.2 Beside training: evaluation, prediction, the autopsy of a skipped step
+ *   >>device      12.3 A trainer on a device: its memory, staging, recordings, reports
+ *   >>safetensors 12.4 Files of tensors: SHA-256, JSON, safetensors
+ *   >>state       12.5 State: hash, export and import, checkpoints
  */
 
 /* =================================================================================================
@@ -132,7 +135,7 @@
  *   records    are found in them, and their checksums compared            >>tfrecord >>example
  *   pictures   are decoded, cut, mirrored                                 >>image
  *   a batch    is put together from lanes, in an order of its own         >>loader
- *   values     go forward through the model, layer by layer               >>layers >>cpu
+ *   values     go forward through the model, layer by layer               >>layers >>cpu >>cuda
  *   the loss   is computed in FP32, and multiplied by the loss scale      >>cpu (softmax)
  *   gradients  go backward through the same layers, scaled                >>layers
  *   sums       of all lanes meet in a tree                                >>train
@@ -141,7 +144,8 @@
  *              and rounded to 16 bits for the next batch                  >>optim
  *   a report   tells what happened; a checkpoint keeps all of it          >>train >>state
  *
- * The last four, but for the checkpoint, are the nine lines of mpt_trainer_apply.
+ * The last four, but for the checkpoint, are the nine lines of mpt_trainer_apply. On a GPU they are
+ * the section >>update of kernels.cu: the host begins them and goes on with the next batch.
  */
 
 /* =================================================================================================
@@ -204,6 +208,8 @@
  *   name                    where              effect
  *   MPTRAIN_IMPLEMENTATION  one file           compiles the implementation there
  *   MPTRAIN_STATIC          that same file     every function is static: a private copy
+ *   MPTRAIN_CUDA            implementation     mpt_backend_cuda(): link kernels.o, made by nvcc of
+ *                                              kernels.cu, and -lcublas -lcudart
  *   MPTRAIN_ZLIB            implementation     GZIP and ZLIB records, through zlib (-lz)
  *   MPTRAIN_NO_IMAGE        implementation     no decoder; pictures are MPT_ERR_UNSUPPORTED
  *   MPTRAIN_NO_THREADS      implementation     no threads; the caller does all the work
@@ -250,9 +256,18 @@
 #ifndef MPTRAIN_H
 #define MPTRAIN_H
 
+#ifdef __CUDACC_RTC__ /* NVIDIA's run-time compiler, for kernels.cu: it has no headers, but size_t */
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#else
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -342,6 +357,7 @@ typedef struct mpt_ctx_desc {
     int num_threads; /* for mpt_parallel_for, this one included; default: number of cores */
     mpt_allocator allocator;
     mpt_logger logger;
+    mpt_error *error; /* optional: filled where mpt_ctx_create fails and leaves no context to ask */
 } mpt_ctx_desc;
 
 /* desc NULL: all defaults. */
@@ -1185,8 +1201,8 @@ MPT_API MPT_CHECKED mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_de
    and biases of convolutions 0. The model must outlive the trainer. */
 MPT_API MPT_CHECKED mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc,
                                                   int batch_size, mpt_trainer **out);
-/* One optimizer step on all records of a batch: accumulate for each lane and slice, then apply. On a
-   device the step is only begun: out is the report of the step before (out->step tells; 0: there
+/* One optimizer step on all records of a batch: accumulate for each lane and slice, then apply. On
+   a device the step is only begun: out is the report of the step before (out->step tells; 0: there
    was none), and mpt_trainer_sync waits for the last one. */
 MPT_API MPT_CHECKED mpt_result mpt_trainer_step(mpt_trainer *t, const mpt_batch *batch,
                                                 mpt_step_report *out);
@@ -1454,10 +1470,12 @@ typedef struct mpt_step_state { /* lives where the backend computes, from step t
     mpt_step_report report;          /* of the last update; the host adds `seconds` */
     int64_t first_nonfinite;         /* index in its row; -1: none */
     float multiplier, rate;          /* unscale * clip, and the learning rate, of the last update */
+    float step_rate, keep, root;     /* what >>optim makes of the rate: Adam's r / (1 - beta1^t),
+                                        AdamW's 1 - r d, Adam's sqrt(1 - beta2^t) */
     int skip;                        /* 1: the last update changed nothing */
 } mpt_step_state;
 
-enum { MPT_UPDATE_CHUNK = 16384 }; /* weights */
+enum { MPT_UPDATE_CHUNK = 16384 }; /* weights: 64 KiB of each buffer; four fit into an L2 */
 typedef struct mpt_update_segment { /* a parameter tensor */
     int64_t first_chunk, num_chunks;
     int decays; /* weight decay applies */
@@ -1552,17 +1570,18 @@ struct mpt_backend {
     /* waits for all that was begun before */
     mpt_result (*download)(void *self, void *dst, const void *src, size_t bytes);
     /* Two slots in turn, so that a batch travels while the one before is worked on. begin: host
-       memory to fill, `bytes` at most as reserved; end: where the same bytes can be read by
-       operators that are begun from now on, until the second begin after this one. */
+       memory to fill, `bytes` at most as reserved; end: where operators that begin from now on can
+       read the same bytes, until the next begin. */
     mpt_result (*stage_reserve)(void *self, size_t bytes);
     mpt_result (*stage_begin)(void *self, void **host);
     mpt_result (*stage_end)(void *self, size_t bytes, void **data);
-    /* Between begin and end operators are recorded, not run; `which` is 0 .. 3. replay runs what was
-       recorded; MPT_END: nothing was. */
+    /* Operators between begin and end are not run but recorded, with their arguments; replay runs
+       them all. Each end, also one after a failure, has its forget. */
     mpt_result (*record_begin)(void *self);
-    mpt_result (*record_end)(void *self, int which);
-    mpt_result (*replay)(void *self, int which);
-    void (*record_forget)(void *self); /* all of them */
+    mpt_result (*record_end)(void *self, void **recording);
+    mpt_result (*replay)(void *self, void *recording);
+    void (*forget)(void *self, void *recording);
+    void *(*stream)(void *self); /* that operators run on, for custom layers */
     mpt_result (*update)(void *self, const mpt_update_args *a);
     /* Waits for the update of that step, one of the last two; out: the state it left. */
     mpt_result (*update_wait)(void *self, int64_t step, mpt_step_state *out);
@@ -1653,6 +1672,10 @@ int mptk_update(const mpt_update_args *a, void *stream);
 #ifdef MPTRAIN_ZLIB
 #include <zlib.h>
 #endif
+#ifdef MPTRAIN_CUDA
+#include <cublas_v2.h>
+#include <cuda_runtime_api.h>
+#endif
 #if defined(__GLIBC__) && !defined(__USE_XOPEN2K8)
 #error "POSIX 2008 is hidden: include mptrain.h first, or build with -D_POSIX_C_SOURCE=200809L"
 #endif
@@ -1692,6 +1715,9 @@ MPT_API const char *mpt_version(void) {
 
 MPT_API const char *mpt_build_info(void) {
     return "mptrain " MPT_VERSION_STRING ", abi 2, options:"
+#ifdef MPTRAIN_CUDA
+           " cuda"
+#endif
 #ifdef MPTRAIN_ZLIB
            " zlib"
 #endif
@@ -2055,7 +2081,7 @@ static float mpti_f32_from_bits(uint32_t u) {
 
 MPT_API uint16_t mpt_f32_to_f16(float x) {
     uint32_t u = mpti_f32_bits(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
-    uint32_t mantissa, shift, q, rest, half;
+    uint32_t mantissa, shift, q, rest, halfway;
 
     if (a > 0x7f800000u)
         return (uint16_t)(sign | 0x7e00u | (a >> 13 & 0x3ffu)); /* NaN, made quiet */
@@ -2069,8 +2095,8 @@ MPT_API uint16_t mpt_f32_to_f16(float x) {
     shift = 126u - (a >> 23); /* 14 .. 24: in units of 2^-24 */
     q = mantissa >> shift;
     rest = mantissa & ((1u << shift) - 1u);
-    half = 1u << (shift - 1u);
-    if (rest > half || (rest == half && (q & 1u))) q++;
+    halfway = 1u << (shift - 1u);
+    if (rest > halfway || (rest == halfway && (q & 1u))) q++;
     return (uint16_t)(sign | q);
 }
 
@@ -2748,16 +2774,19 @@ MPT_API mpt_result mpt_ctx_create(const mpt_ctx_desc *desc, mpt_ctx **out) {
     *out = NULL;
     memset(&d, 0, sizeof d);
     if (desc) d = *desc;
-    if (d.num_threads < 0 || d.num_threads > 1024) return MPT_ERR_INVALID_ARGUMENT;
-    if (!d.allocator.alloc != !d.allocator.free) return MPT_ERR_INVALID_ARGUMENT;
+    if (d.num_threads < 0 || d.num_threads > 1024 || !d.allocator.alloc != !d.allocator.free)
+        return MPTI_FAIL(d.error, MPT_ERR_INVALID_ARGUMENT,
+                         "mpt_ctx_desc: num_threads must be in 0 .. 1024, and the allocator have "
+                         "both functions or neither");
     if (d.num_threads == 0) d.num_threads = mpti_num_cores();
     if (!MPTI_HAVE_THREADS) d.num_threads = 1;
     ctx = (mpt_ctx *)mpti_calloc(&d.allocator, 1, sizeof *ctx);
-    if (!ctx) return MPT_ERR_OUT_OF_MEMORY;
+    if (!ctx) return MPTI_NO_MEMORY(d.error, "no memory for a context");
     ctx->desc = d;
     ctx->backend = d.backend ? d.backend : mpt_backend_cpu();
     rc = ctx->backend->open(ctx, d.device, &ctx->backend_self);
     if (rc) {
+        if (d.error) *d.error = ctx->error;
         mpt_ctx_destroy(ctx);
         return rc;
     }
@@ -6127,15 +6156,16 @@ static bool mpti_axis_is_copy(const mpti_axis *a) {
 
 /* How many source pixels output i is made of, from *first on. Their weights sum to 1. */
 static int mpti_axis_weights(const mpti_axis *a, int i, int *first, uint32_t *weights) {
-    int64_t half = (int64_t)MPTI_SUBPIXELS * a->out, sum = 0, j;
+    int64_t middle = (int64_t)MPTI_SUBPIXELS * a->out, sum = 0, j;
     int64_t centre = 2 * a->out * a->start + (2 * i + 1) * a->length;
-    int64_t low = centre - a->reach + half, high = (centre + a->reach + half - 1) / (2 * half);
+    int64_t low = centre - a->reach + middle;
+    int64_t high = (centre + a->reach + middle - 1) / (2 * middle);
 
-    low = low < 0 ? 0 : low / (2 * half);
+    low = low < 0 ? 0 : low / (2 * middle);
     if (high > a->size) high = a->size;
-    for (j = low; j < high; j++) sum += a->reach - llabs((2 * j + 1) * half - centre);
+    for (j = low; j < high; j++) sum += a->reach - llabs((2 * j + 1) * middle - centre);
     for (j = low; j < high; j++) {
-        int64_t weight = a->reach - llabs((2 * j + 1) * half - centre); /* below 2^38 */
+        int64_t weight = a->reach - llabs((2 * j + 1) * middle - centre); /* below 2^38 */
         weights[j - low] = (uint32_t)(((weight << MPTI_WEIGHT_BITS) + sum / 2) / sum);
     }
     *first = (int)low;
@@ -8798,15 +8828,33 @@ static size_t mpti_align(size_t bytes) {
 struct mpt_arena {
     mpt_ctx *ctx;
     mpt_arena_desc desc; /* with defaults */
+    bool on_device;      /* memory of the context's backend, zeros from the start */
     uint8_t *base;       /* [capacity_bytes] */
     size_t used;
 };
 
-MPT_API mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc, mpt_arena **out) {
+/* Memory of the backend, all zeros. */
+static mpt_result mpti_arena_open_device(mpt_arena *a) {
+    const mpt_backend *b = a->ctx->backend;
+    mpt_fill_args zeros;
+    void *base;
+    mpt_result rc = b->alloc(a->ctx->backend_self, a->desc.capacity_bytes, &base);
+
+    if (rc) return rc;
+    a->base = (uint8_t *)base;
+    zeros.dst = base;
+    zeros.count = (int64_t)(a->desc.capacity_bytes / sizeof(float));
+    zeros.value = 0;
+    zeros.dtype = MPT_F32;
+    return b->fill(a->ctx->backend_self, &zeros);
+}
+
+static mpt_result mpti_arena_open(mpt_ctx *ctx, const mpt_arena_desc *desc, bool on_device,
+                                  mpt_arena **out) {
     mpt_arena *a;
     mpt_arena_desc d;
+    mpt_result rc = MPT_OK;
 
-    if (!ctx || !desc || !out) return MPT_ERR_INVALID_ARGUMENT;
     *out = NULL;
     d = *desc;
     if (d.alignment == 0) d.alignment = MPTI_ALIGNMENT;
@@ -8819,8 +8867,15 @@ MPT_API mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc, mp
     if (a) {
         a->ctx = ctx;
         a->desc = d;
-        a->base =
-            (uint8_t *)mpti_alloc_aligned(&ctx->desc.allocator, d.capacity_bytes, d.alignment);
+        a->on_device = on_device;
+        if (on_device) rc = mpti_arena_open_device(a);
+        else
+            a->base =
+                (uint8_t *)mpti_alloc_aligned(&ctx->desc.allocator, d.capacity_bytes, d.alignment);
+    }
+    if (rc) {
+        mpt_arena_destroy(a);
+        return mpti_report(ctx, rc);
     }
     if (!a || !a->base) {
         mpt_arena_destroy(a);
@@ -8831,6 +8886,11 @@ MPT_API mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc, mp
     return MPT_OK;
 }
 
+MPT_API mpt_result mpt_arena_create(mpt_ctx *ctx, const mpt_arena_desc *desc, mpt_arena **out) {
+    if (!ctx || !desc || !out) return MPT_ERR_INVALID_ARGUMENT;
+    return mpti_arena_open(ctx, desc, false, out);
+}
+
 /* `bytes` of zeros; NULL: they don't fit. */
 static void *mpti_arena_take(mpt_arena *a, size_t bytes) {
     size_t align = a->desc.alignment, begin = (a->used + align - 1) & ~(align - 1);
@@ -8838,7 +8898,7 @@ static void *mpti_arena_take(mpt_arena *a, size_t bytes) {
     if (begin < a->used || begin > a->desc.capacity_bytes || bytes > a->desc.capacity_bytes - begin)
         return NULL;
     a->used = begin + bytes;
-    return memset(a->base + begin, 0, bytes);
+    return a->on_device ? a->base + begin : memset(a->base + begin, 0, bytes);
 }
 
 MPT_API mpt_result mpt_arena_tensor(mpt_arena *a, mpt_dtype dtype, const int64_t *dims,
@@ -8879,7 +8939,8 @@ MPT_API void mpt_arena_destroy(mpt_arena *a) {
 
     if (!a) return;
     allocator = &a->ctx->desc.allocator;
-    mpti_free(allocator, a->base, a->desc.capacity_bytes);
+    if (a->on_device && a->base) a->ctx->backend->free(a->ctx->backend_self, a->base);
+    if (!a->on_device) mpti_free(allocator, a->base, a->desc.capacity_bytes);
     mpti_free(allocator, a, sizeof *a);
 }
 
@@ -9130,36 +9191,36 @@ static bool mpti_is_storage(mpt_dtype dtype) {
     return dtype == MPT_F32 || dtype == MPT_F16 || dtype == MPT_BF16;
 }
 
-static mpt_result mpti_op_error(const mpti_cpu *cpu, const char *op, const char *what) {
-    return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT, "%s: %s", op, what);
+static mpt_result mpti_op_error(mpt_ctx *ctx, const char *op, const char *what) {
+    return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT, "%s: %s", op, what);
 }
 
-static mpt_result mpti_check_slice(const mpti_cpu *cpu, const char *op, int n, int num_valid,
+static mpt_result mpti_check_slice(mpt_ctx *ctx, const char *op, int n, int num_valid,
                                    mpt_dtype dtype, double per_sample) {
     if (n < 1 || num_valid < 0 || num_valid > n)
-        return mpti_op_error(cpu, op, "n must be at least 1 and num_valid 0 .. n");
+        return mpti_op_error(ctx, op, "n must be at least 1 and num_valid 0 .. n");
     if (!mpti_is_storage(dtype))
-        return mpti_op_error(cpu, op, "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
+        return mpti_op_error(ctx, op, "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
     /* 2^50 elements: no product of sizes overflows 64 bits (a double is exact enough to tell) */
     if (per_sample < 1 || per_sample * n > 1125899906842624.0)
-        return mpti_op_error(cpu, op, "a dimension is less than 1, or all together are too large");
+        return mpti_op_error(ctx, op, "a dimension is less than 1, or all together are too large");
     return MPT_OK;
 }
 
 /* Sizes up to 2^30: then positions with padding, and steps beyond the end, are ints too. */
 static bool mpti_is_size(int size) { return size >= 1 && size <= 1 << 30; }
 
-static mpt_result mpti_check_images(const mpti_cpu *cpu, const char *op, int n, int num_valid,
+static mpt_result mpti_check_images(mpt_ctx *ctx, const char *op, int n, int num_valid,
                                     int h, int wd, int c, mpt_dtype dtype) {
     if (!mpti_is_size(h) || !mpti_is_size(wd) || !mpti_is_size(c))
-        return mpti_op_error(cpu, op, "h, wd and c must be at least 1 and at most 2^30");
-    return mpti_check_slice(cpu, op, n, num_valid, dtype, (double)h * wd * c);
+        return mpti_op_error(ctx, op, "h, wd and c must be at least 1 and at most 2^30");
+    return mpti_check_slice(ctx, op, n, num_valid, dtype, (double)h * wd * c);
 }
 
-static mpt_result mpti_check_workspace(const mpti_cpu *cpu, const char *op, const void *workspace,
+static mpt_result mpti_check_workspace(mpt_ctx *ctx, const char *op, const void *workspace,
                                        size_t have, size_t need) {
     if (need == 0 || (workspace && have >= need)) return MPT_OK;
-    return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT,
+    return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT,
                        "%s: the workspace has %zu bytes and needs %zu (see %s_workspace_bytes)", op,
                        workspace ? have : (size_t)0, need, op);
 }
@@ -9834,36 +9895,36 @@ static const mpti_cpu_family mpti_cpu_families[] = {
      mpti_conv2d_define_bytes, mpti_conv2d_define},
 };
 
-static mpt_result mpti_check_conv2d(const mpti_cpu *cpu, const char *op, const mpt_conv2d_args *a) {
+static mpt_result mpti_check_conv2d(mpt_ctx *ctx, const char *op, const mpt_conv2d_args *a) {
     const int64_t h = a->h + 2 * (int64_t)a->padding, wd = a->wd + 2 * (int64_t)a->padding;
     const double input = (double)h * (double)wd * a->c, output = (double)a->p * a->q * a->k;
     mpt_result rc;
 
     if (!mpti_is_size(a->h) || !mpti_is_size(a->wd) || a->c < 1 || a->k < 1 || a->r < 1 || a->s < 1)
         return mpti_op_error(
-            cpu, op, "h, wd, c, k, r and s must be at least 1, h and wd at most 2^30");
+            ctx, op, "h, wd, c, k, r and s must be at least 1, h and wd at most 2^30");
     if (a->stride < 1 || a->stride > 64 || a->padding < 0 || a->padding > 32767 || a->r > 32767 ||
         a->s > 32767)
         return mpti_op_error(
-            cpu, op, "stride must be 1 .. 64, padding 0 .. 32767, r and s at most 32767");
+            ctx, op, "stride must be 1 .. 64, padding 0 .. 32767, r and s at most 32767");
     if ((double)a->s * a->c > 1073741824.0 || (double)a->s * a->k > 1073741824.0)
-        return mpti_op_error(cpu, op, "s * c and s * k must be at most 2^30");
+        return mpti_op_error(ctx, op, "s * c and s * k must be at most 2^30");
     if (h < a->r || wd < a->s)
-        return mpti_op_error(cpu, op, "the filter is larger than the padded input");
+        return mpti_op_error(ctx, op, "the filter is larger than the padded input");
     if (a->p != (h - a->r) / a->stride + 1 || a->q != (wd - a->s) / a->stride + 1)
-        return mpti_op_error(cpu, op, "p and q must be (size + 2 * padding - filter) / stride + 1");
-    rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, input > output ? input : output);
+        return mpti_op_error(ctx, op, "p and q must be (size + 2 * padding - filter) / stride + 1");
+    rc = mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, input > output ? input : output);
     if (rc) return rc;
-    return mpti_check_slice(cpu, op, a->k, 0, a->dtype, (double)a->r * a->s * (a->c + 16.0));
+    return mpti_check_slice(ctx, op, a->k, 0, a->dtype, (double)a->r * a->s * (a->c + 16.0));
 }
 
 static mpt_result mpti_conv2d(void *self, const mpt_conv2d_args *a, mpti_direction direction,
                               const char *op) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
-    mpt_result rc = mpti_check_conv2d(cpu, op, a);
+    mpt_result rc = mpti_check_conv2d(cpu->ctx, op, a);
 
     if (rc) return rc;
-    rc = mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
+    rc = mpti_check_workspace(cpu->ctx, op, a->workspace, a->workspace_bytes,
                               cpu->family->conv2d_bytes(a, direction));
     return rc ? rc : cpu->family->conv2d(cpu, a, direction);
 }
@@ -9872,7 +9933,7 @@ static mpt_result mpti_conv2d(void *self, const mpt_conv2d_args *a, mpti_directi
 static size_t mpti_conv2d_bytes(void *self, const mpt_conv2d_args *a, mpti_direction direction) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
 
-    if (mpti_check_conv2d(cpu, "workspace_bytes", a)) return 0;
+    if (mpti_check_conv2d(cpu->ctx, "workspace_bytes", a)) return 0;
     return cpu->family->conv2d_bytes(a, direction);
 }
 
@@ -9900,13 +9961,17 @@ static mpt_conv2d_args mpti_dense_as_conv2d(const mpt_dense_args *a) {
     return c;
 }
 
+static mpt_result mpti_check_dense(mpt_ctx *ctx, const char *op, const mpt_dense_args *a) {
+    if (a->in < 1 || a->out < 1) return mpti_op_error(ctx, op, "in and out must be at least 1");
+    return mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, (double)a->in + a->out);
+}
+
 static mpt_result mpti_dense(void *self, const mpt_dense_args *a, mpti_direction direction,
                              const char *op) {
     mpt_conv2d_args c = mpti_dense_as_conv2d(a);
+    mpt_result rc = mpti_check_dense(((const mpti_cpu *)self)->ctx, op, a);
 
-    if (a->in < 1 || a->out < 1)
-        return mpti_op_error((const mpti_cpu *)self, op, "in and out must be at least 1");
-    return mpti_conv2d(self, &c, direction, op);
+    return rc ? rc : mpti_conv2d(self, &c, direction, op);
 }
 
 /* Four entries of the table: mpti_conv2d_fprop, _conv2d_fprop_bytes, _dense_fprop, ... */
@@ -9963,14 +10028,14 @@ static int64_t mpti_batchnorm_chunks(const mpt_batchnorm_args *a) {
     return mpti_min64(((int64_t)a->n * a->h * a->wd + 63) / 64, MPTI_BATCHNORM_CHUNKS);
 }
 
-static mpt_result mpti_batchnorm_check(const mpti_cpu *cpu, const char *op,
+static mpt_result mpti_check_batchnorm(mpt_ctx *ctx, const char *op,
                                        const mpt_batchnorm_args *a) {
-    if (!(a->epsilon >= 0)) return mpti_op_error(cpu, op, "epsilon must not be negative");
-    return mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+    if (!(a->epsilon >= 0)) return mpti_op_error(ctx, op, "epsilon must not be negative");
+    return mpti_check_images(ctx, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
 }
 
 static size_t mpti_batchnorm_bytes(void *self, const mpt_batchnorm_args *a) {
-    if (mpti_batchnorm_check((const mpti_cpu *)self, "workspace_bytes", a)) return 0;
+    if (mpti_check_batchnorm(((const mpti_cpu *)self)->ctx, "workspace_bytes", a)) return 0;
     return ((size_t)mpti_batchnorm_chunks(a) * 2 * sizeof(double) + 4 * sizeof(float)) *
            (size_t)a->c;
 }
@@ -9978,11 +10043,11 @@ static size_t mpti_batchnorm_bytes(void *self, const mpt_batchnorm_args *a) {
 static mpt_result mpti_batchnorm_begin(void *self, const char *op, const mpt_batchnorm_args *a,
                                        bool forward, mpti_batchnorm_job *job) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
-    mpt_result rc = mpti_batchnorm_check(cpu, op, a);
+    mpt_result rc = mpti_check_batchnorm(cpu->ctx, op, a);
     int c;
 
     if (rc == MPT_OK)
-        rc = mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
+        rc = mpti_check_workspace(cpu->ctx, op, a->workspace, a->workspace_bytes,
                                   mpti_batchnorm_bytes(self, a));
     if (rc) return rc;
     job->forward = forward;
@@ -10317,25 +10382,40 @@ static void mpti_pool_range(const mpti_cpu *cpu, const void *user, mpti_range r)
 enum { MPTI_ROW_CHUNKS = 64, MPTI_SOFTMAX_CHUNKS = 32 };
 typedef enum { MPTI_POOL_MAX, MPTI_POOL_AVG, MPTI_POOL_GLOBAL } mpti_pool_kind;
 
-static mpt_result mpti_pool_run(void *self, const mpt_pool2d_args *a, const char *op,
-                                mpti_pool_kind kind, bool forward) {
-    const mpti_cpu *cpu = (const mpti_cpu *)self;
+/* The window that a kind of pool really has: the whole image for a global one. */
+static mpti_pool_job mpti_pool_job_of(const mpt_pool2d_args *a, mpti_pool_kind kind, bool forward) {
     const bool global = kind == MPTI_POOL_GLOBAL;
     const mpti_pool_job job = {a, global ? a->h : a->kernel, global ? a->wd : a->kernel,
                                global ? 1 : a->stride, global ? 0 : a->padding,
                                kind == MPTI_POOL_MAX, forward};
-    mpt_result rc = mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+    return job;
+}
+
+static mpt_result mpti_check_pool2d(mpt_ctx *ctx, const char *op, const mpt_pool2d_args *a,
+                                    mpti_pool_kind kind) {
+    const mpti_pool_job job = mpti_pool_job_of(a, kind, true);
+    mpt_result rc = mpti_check_images(ctx, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
 
     if (rc) return rc;
-    if (!global && (a->kernel < 1 || a->kernel > 16))
-        return mpti_op_error(cpu, op, "kernel must be 1 .. 16");
+    if (kind != MPTI_POOL_GLOBAL && (a->kernel < 1 || a->kernel > 16))
+        return mpti_op_error(ctx, op, "kernel must be 1 .. 16");
     if (job.stride < 1 || job.padding < 0 || job.padding > job.kernel_h / 2)
-        return mpti_op_error(cpu, op, "stride must be at least 1 and padding 0 .. kernel / 2");
+        return mpti_op_error(ctx, op, "stride must be at least 1 and padding 0 .. kernel / 2");
     if (a->h + 2 * job.padding < job.kernel_h || a->wd + 2 * job.padding < job.kernel_w ||
         a->p != (a->h + 2 * job.padding - job.kernel_h) / job.stride + 1 ||
         a->q != (a->wd + 2 * job.padding - job.kernel_w) / job.stride + 1)
         return mpti_op_error(
-            cpu, op, "p and q must be (size + 2 * padding - kernel) / stride + 1, at least 1");
+            ctx, op, "p and q must be (size + 2 * padding - kernel) / stride + 1, at least 1");
+    return MPT_OK;
+}
+
+static mpt_result mpti_pool_run(void *self, const mpt_pool2d_args *a, const char *op,
+                                mpti_pool_kind kind, bool forward) {
+    const mpti_cpu *cpu = (const mpti_cpu *)self;
+    const mpti_pool_job job = mpti_pool_job_of(a, kind, forward);
+    mpt_result rc = mpti_check_pool2d(cpu->ctx, op, a, kind);
+
+    if (rc) return rc;
     return mpti_for_ranges(cpu, (int64_t)a->n * (forward ? a->p : a->h), MPTI_ROW_CHUNKS,
                            mpti_pool_range, &job);
 }
@@ -10415,11 +10495,15 @@ static void mpti_pointwise_range(const mpti_cpu *cpu, const void *user, mpti_ran
     }
 }
 
+static mpt_result mpti_check_pointwise(mpt_ctx *ctx, const char *op, const mpt_pointwise_args *a) {
+    return mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, (double)a->per_sample);
+}
+
 static mpt_result mpti_pointwise(void *self, const mpt_pointwise_args *a, mpti_pointwise_kind kind,
                                  const mpt_dropout_args *dropout, const char *op) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
-    mpt_result rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, (double)a->per_sample);
     const mpti_pointwise_job job = {kind, a, dropout};
+    mpt_result rc = mpti_check_pointwise(cpu->ctx, op, a);
 
     if (rc) return rc;
     return mpti_for_ranges(cpu, a->n * ((a->per_sample + MPTI_SPAN - 1) / MPTI_SPAN),
@@ -10438,13 +10522,19 @@ static mpt_result mpti_add_op(void *self, const mpt_pointwise_args *a) {
     return mpti_pointwise(self, a, MPTI_ADD, NULL, "add");
 }
 
+static mpt_result mpti_check_dropout(mpt_ctx *ctx, const char *op, const mpt_dropout_args *d) {
+    if (!(d->probability >= 0 && d->probability <= 1))
+        return mpti_op_error(ctx, op, "probability must be 0 .. 1");
+    if (d->layer < 0 || d->layer >= MPTI_MAX_DROPOUT_LAYERS)
+        return mpti_op_error(ctx, op, "layer must be 0 .. 191");
+    return mpti_check_slice(ctx, op, d->n, d->num_valid, d->dtype, (double)d->per_sample);
+}
+
 static mpt_result mpti_dropout(void *self, const mpt_dropout_args *d, const char *op) {
     mpt_pointwise_args p;
+    mpt_result rc = mpti_check_dropout(((const mpti_cpu *)self)->ctx, op, d);
 
-    if (!(d->probability >= 0 && d->probability <= 1))
-        return mpti_op_error((const mpti_cpu *)self, op, "probability must be 0 .. 1");
-    if (d->layer < 0 || d->layer >= MPTI_MAX_DROPOUT_LAYERS)
-        return mpti_op_error((const mpti_cpu *)self, op, "layer must be 0 .. 191");
+    if (rc) return rc;
     memset(&p, 0, sizeof p);
     p.a = d->x;
     p.y = d->y;
@@ -10559,30 +10649,37 @@ static size_t mpti_softmax_xent_bytes(void *self, const mpt_softmax_xent_args *a
     return a->n < 1 ? 0 : (size_t)mpti_min64(a->n, MPTI_SOFTMAX_CHUNKS) * 4 * sizeof(double);
 }
 
-static mpt_result mpti_softmax_check(const mpti_cpu *cpu, const char *op,
+static mpt_result mpti_check_softmax(mpt_ctx *ctx, const char *op,
                                      const mpt_softmax_xent_args *a) {
-    mpt_result rc = mpti_check_slice(cpu, op, a->n, a->num_valid, a->dtype, (double)a->classes);
+    if (!mpti_is_size(a->classes)) return mpti_op_error(ctx, op, "classes must be 1 .. 2^30");
+    if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
+        return mpti_op_error(ctx, op, "label_smoothing must be 0 .. 1");
+    return mpti_check_slice(ctx, op, a->n, a->num_valid, a->dtype, (double)a->classes);
+}
+
+static mpt_result mpti_softmax_check_labels(mpt_ctx *ctx, const char *op,
+                                            const mpt_softmax_xent_args *a) {
     int i;
 
-    if (rc) return rc;
-    if (!mpti_is_size(a->classes)) return mpti_op_error(cpu, op, "classes must be 1 .. 2^30");
-    if (!(a->label_smoothing >= 0 && a->label_smoothing <= 1))
-        return mpti_op_error(cpu, op, "label_smoothing must be 0 .. 1");
     for (i = 0; i < a->num_valid && a->labels; i++) {
         if (a->labels[i] >= -1 && a->labels[i] < a->classes) continue;
-        return MPTI_REPORT(cpu->ctx, MPT_ERR_INVALID_ARGUMENT,
+        return MPTI_REPORT(ctx, MPT_ERR_INVALID_ARGUMENT,
                            "%s: the label of slot %d is %d; labels are 0 .. %d, or -1 for none", op,
                            i, (int)a->labels[i], a->classes - 1);
     }
-    return mpti_check_workspace(cpu, op, a->workspace, a->workspace_bytes,
-                                mpti_softmax_xent_bytes(NULL, a));
+    return MPT_OK;
 }
 
 static mpt_result mpti_softmax_xent(void *self, const mpt_softmax_xent_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
     double *sums = (double *)a->workspace;
-    mpt_result rc = mpti_softmax_check(cpu, "softmax_xent", a);
+    const char *op = "softmax_xent";
+    mpt_result rc = mpti_check_softmax(cpu->ctx, op, a);
 
+    if (rc == MPT_OK) rc = mpti_softmax_check_labels(cpu->ctx, op, a);
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(cpu->ctx, op, a->workspace, a->workspace_bytes,
+                                  mpti_softmax_xent_bytes(NULL, a));
     if (rc) return rc;
     rc = mpti_for_ranges(cpu, a->n, MPTI_SOFTMAX_CHUNKS, mpti_softmax_range, a);
     if (rc) return rc;
@@ -10607,12 +10704,19 @@ static void mpti_cast_range(const mpti_cpu *cpu, const void *user, mpti_range r)
     }
 }
 
+/* Both types, or one given twice. */
+static mpt_result mpti_check_row(mpt_ctx *ctx, const char *op, int64_t count, mpt_dtype from,
+                                 mpt_dtype to) {
+    if (!mpti_is_storage(from) || !mpti_is_storage(to))
+        return mpti_op_error(ctx, op, "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
+    return count < 0 ? mpti_op_error(ctx, op, "count is negative") : MPT_OK;
+}
+
 static mpt_result mpti_cast(void *self, const mpt_cast_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_check_row(cpu->ctx, "cast", a->count, a->src_dtype, a->dst_dtype);
 
-    if (!mpti_is_storage(a->src_dtype) || !mpti_is_storage(a->dst_dtype))
-        return mpti_op_error(cpu, "cast", "both types must be MPT_F32, MPT_F16 or MPT_BF16");
-    if (a->count < 0) return mpti_op_error(cpu, "cast", "count is negative");
+    if (rc) return rc;
     return mpti_for_ranges(cpu, a->count, MPTI_ROW_CHUNKS, mpti_cast_range, a);
 }
 
@@ -10626,10 +10730,9 @@ static void mpti_fill_range(const mpti_cpu *cpu, const void *user, mpti_range r)
 
 static mpt_result mpti_fill(void *self, const mpt_fill_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_check_row(cpu->ctx, "fill", a->count, a->dtype, a->dtype);
 
-    if (!mpti_is_storage(a->dtype))
-        return mpti_op_error(cpu, "fill", "dtype must be MPT_F32, MPT_F16 or MPT_BF16");
-    if (a->count < 0) return mpti_op_error(cpu, "fill", "count is negative");
+    if (rc) return rc;
     return mpti_for_ranges(cpu, a->count, MPTI_ROW_CHUNKS, mpti_fill_range, a);
 }
 
@@ -10650,8 +10753,9 @@ static void mpti_scale_range(const mpti_cpu *cpu, const void *user, mpti_range r
 
 static mpt_result mpti_scale(void *self, const mpt_scale_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
+    mpt_result rc = mpti_check_row(cpu->ctx, "scale", a->count, MPT_F32, MPT_F32);
 
-    if (a->count < 0) return mpti_op_error(cpu, "scale", "count is negative");
+    if (rc) return rc;
     return mpti_for_ranges(cpu, a->count, MPTI_ROW_CHUNKS, mpti_scale_range, a);
 }
 
@@ -10676,17 +10780,23 @@ static void mpti_normalize_range(const mpti_cpu *cpu, const void *user, mpti_ran
     mpti_zero(a->dtype, a->y, mpti_max64(r.begin, valid) * a->c, r.end * a->c);
 }
 
+static mpt_result mpti_check_normalize(mpt_ctx *ctx, const mpt_normalize_args *a) {
+    const char *op = "input_normalize";
+
+    if (a->src_dtype != MPT_U8 && !mpti_is_storage(a->src_dtype))
+        return mpti_op_error(ctx, op, "src_dtype must be MPT_U8, MPT_F32, MPT_F16 or MPT_BF16");
+    return mpti_check_images(ctx, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+}
+
 static mpt_result mpti_input_normalize(void *self, const mpt_normalize_args *a) {
     const mpti_cpu *cpu = (const mpti_cpu *)self;
     const char *op = "input_normalize";
-    mpt_result rc = mpti_check_images(cpu, op, a->n, a->num_valid, a->h, a->wd, a->c, a->dtype);
+    mpt_result rc = mpti_check_normalize(cpu->ctx, a);
     int c;
 
     if (rc) return rc;
-    if (a->src_dtype != MPT_U8 && !mpti_is_storage(a->src_dtype))
-        return mpti_op_error(cpu, op, "src_dtype must be MPT_U8, MPT_F32, MPT_F16 or MPT_BF16");
     for (c = 0; a->std && c < a->c; c++)
-        if (!(a->std[c] > 0)) return mpti_op_error(cpu, op, "std must be greater than 0");
+        if (!(a->std[c] > 0)) return mpti_op_error(cpu->ctx, op, "std must be greater than 0");
     return mpti_for_ranges(cpu, (int64_t)a->n * a->h * a->wd, MPTI_ROW_CHUNKS, mpti_normalize_range,
                            a);
 }
@@ -10746,14 +10856,845 @@ MPT_API const mpt_backend *mpt_backend_cpu(void) {
         mpti_dropout_forward, mpti_dropout_backward,
         mpti_softmax_xent_bytes, mpti_softmax_xent,
         mpti_cast, mpti_input_normalize, mpti_fill, mpti_copy, mpti_scale,
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
     };
     return &table;
 }
 
+/* =================================================================================================
+ * >>cuda   6 CUDA backend: streams, staging, cuBLAS, launches of kernels.cu
+ * =================================================================================================
+ *
+ * Problem: a device computes while the host prepares; each wait for it costs more than a kernel.
+ * Idea:    one stream computes, one copies the next batch in. Entries check their arguments, begin
+ *          a kernel and return. Dense layers and plain 1x1 convolutions are matrix products, which
+ *          cuBLAS has; the rest is in kernels.cu. Two reports are under way, never three.
+ * Shapes:  slot 0: host (pinned) -copy-> device | slot 1 the same;  compute reads one, copy fills
+ *          the other; report[step % 2] comes back behind the update.
+ * Tested:  tests/cuda/: on a GPU, or on the CPU by tests/cuda_on_cpu/
+ * Next:    >>layers, which calls these entries or those of >>cpu.
+ */
 #ifndef MPTRAIN_CUDA
 MPT_API const mpt_backend *mpt_backend_cuda(void) { return NULL; }
-#endif
+#else
+
+enum { MPTI_CUDA_SLOTS = 2, MPTI_CUDA_REPORTS = 2 };
+
+typedef struct mpti_cuda_slot {
+    void *host, *device;              /* [slot_bytes] */
+    cudaEvent_t copied, consumed;     /* has come; is no longer read */
+    bool was_copied, was_consumed;    /* these events have been recorded */
+} mpti_cuda_slot;
+
+typedef struct mpti_cuda {
+    mpt_ctx *ctx;
+    int device, arch; /* arch: 80 for compute capability 8.0 */
+    char name[32];    /* "sm_80" */
+    cudaStream_t compute, copy;
+    cublasHandle_t blas;
+    void *blas_workspace;
+    mpti_cuda_slot slots[MPTI_CUDA_SLOTS];
+    size_t slot_bytes;
+    int slot; /* the one that was begun last */
+    mpt_step_state *reports; /* [MPTI_CUDA_REPORTS] pinned */
+    cudaEvent_t reported[MPTI_CUDA_REPORTS];
+} mpti_cuda;
+
+/* ---- errors ---------------------------------------------------------------------------------- */
+static mpt_result mpti_cuda_fail(mpti_cuda *c, int error, const char *domain, const char *text) {
+    bool no_memory = !strcmp(domain, "cuda") && error == (int)cudaErrorMemoryAllocation;
+
+    (void)MPTI_FAIL(&c->ctx->error, no_memory ? MPT_ERR_OUT_OF_DEVICE_MEMORY : MPT_ERR_DEVICE,
+                    "%s", text);
+    c->ctx->error.native_code = error;
+    c->ctx->error.native_domain = domain;
+    return mpti_report(c->ctx, c->ctx->error.code);
+}
+
+/* what: the operation and its shapes. */
+static mpt_result mpti_cuda_result(mpti_cuda *c, int error, const char *what) {
+    char text[384];
+
+    if (error == (int)cudaSuccess) return MPT_OK;
+    (void)cudaGetLastError(); /* told here, so that no later launch tells it again */
+    snprintf(text, sizeof text, "%s on %s (device %d): %s: %s", what, c->name, c->device,
+             cudaGetErrorName((cudaError_t)error), cudaGetErrorString((cudaError_t)error));
+    return mpti_cuda_fail(c, error, "cuda", text);
+}
+
+static mpt_result mpti_cublas_result(mpti_cuda *c, cublasStatus_t status, const char *what) {
+    char text[384];
+
+    if (status == CUBLAS_STATUS_SUCCESS) return MPT_OK;
+    snprintf(text, sizeof text, "%s on %s (device %d): %s", what, c->name, c->device,
+             cublasGetStatusString(status));
+    return mpti_cuda_fail(c, (int)status, "cublas", text);
+}
+
+/* Is it for this device? Several contexts of one thread may have one each. */
+static mpt_result mpti_cuda_enter(mpti_cuda *c) {
+    return mpti_cuda_result(c, (int)cudaSetDevice(c->device), "cudaSetDevice");
+}
+
+/* ---- memory, staging, recording -------------------------------------------------------------- */
+static mpt_result mpti_cuda_alloc(void *self, size_t bytes, void **out) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    size_t available = 0, total = 0;
+    char what[128];
+    cudaError_t error;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    error = cudaMalloc(out, bytes);
+    if (error == cudaSuccess) return MPT_OK;
+    (void)cudaMemGetInfo(&available, &total);
+    snprintf(what, sizeof what, "cudaMalloc of %.1f MB, of %.1f MB %.1f MB are free,",
+             (double)bytes / 1e6, (double)total / 1e6, (double)available / 1e6);
+    return mpti_cuda_result(c, (int)error, what);
+}
+
+static void mpti_cuda_free(void *self, void *p) {
+    mpti_cuda *c = (mpti_cuda *)self;
+
+    if (p && mpti_cuda_enter(c) == MPT_OK) (void)cudaFree(p); /* waits for what still uses it */
+}
+
+static mpt_result mpti_cuda_copy_now(mpti_cuda *c, void *dst, const void *src, size_t bytes,
+                                     enum cudaMemcpyKind kind, const char *what) {
+    cudaError_t error;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc || bytes == 0) return rc;
+    error = cudaMemcpyAsync(dst, src, bytes, kind, c->compute);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(c->compute);
+    return mpti_cuda_result(c, (int)error, what);
+}
+
+static mpt_result mpti_cuda_upload(void *self, void *dst, const void *src, size_t bytes) {
+    return mpti_cuda_copy_now((mpti_cuda *)self, dst, src, bytes, cudaMemcpyHostToDevice,
+                              "upload");
+}
+
+static mpt_result mpti_cuda_download(void *self, void *dst, const void *src, size_t bytes) {
+    return mpti_cuda_copy_now((mpti_cuda *)self, dst, src, bytes, cudaMemcpyDeviceToHost,
+                              "download");
+}
+
+static void mpti_cuda_stage_release(mpti_cuda *c) {
+    int i;
+
+    for (i = 0; i < MPTI_CUDA_SLOTS; i++) {
+        if (c->slots[i].device) (void)cudaFree(c->slots[i].device);
+        if (c->slots[i].host) (void)cudaFreeHost(c->slots[i].host);
+        c->slots[i].device = c->slots[i].host = NULL;
+        c->slots[i].was_copied = c->slots[i].was_consumed = false;
+    }
+    c->slot_bytes = 0;
+}
+
+/* Trainers of one context share the slots, which are as large as the largest needs. */
+static mpt_result mpti_cuda_stage_reserve(void *self, size_t bytes) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    cudaError_t error = cudaSuccess;
+    mpt_result rc = mpti_cuda_enter(c);
+    int i;
+
+    if (rc || bytes <= c->slot_bytes) return rc;
+    rc = mpti_cuda_result(c, (int)cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    if (rc) return rc;
+    mpti_cuda_stage_release(c);
+    for (i = 0; i < MPTI_CUDA_SLOTS && rc == MPT_OK; i++) {
+        rc = mpti_cuda_alloc(self, bytes, &c->slots[i].device);
+        if (rc) break;
+        error = cudaMallocHost(&c->slots[i].host, bytes);
+        if (error != cudaSuccess) {
+            (void)cudaGetLastError();
+            rc = MPTI_REPORT(c->ctx, MPT_ERR_OUT_OF_MEMORY,
+                             "no %.1f MB of pinned host memory to stage batches: %s",
+                             (double)bytes / 1e6, cudaGetErrorString(error));
+        }
+    }
+    if (rc) mpti_cuda_stage_release(c);
+    else c->slot_bytes = bytes;
+    return rc;
+}
+
+static mpt_result mpti_cuda_stage_begin(void *self, void **host) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpti_cuda_slot *last = &c->slots[c->slot], *next = &c->slots[(c->slot + 1) % MPTI_CUDA_SLOTS];
+    cudaError_t error = cudaSuccess;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    if (last->was_copied) { /* what began until now is all that reads it */
+        error = cudaEventRecord(last->consumed, c->compute);
+        last->was_consumed = true;
+    }
+    if (error == cudaSuccess && next->was_copied) error = cudaEventSynchronize(next->copied);
+    c->slot = (c->slot + 1) % MPTI_CUDA_SLOTS;
+    *host = next->host;
+    return mpti_cuda_result(c, (int)error, "staging a batch");
+}
+
+static mpt_result mpti_cuda_stage_end(void *self, size_t bytes, void **data) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpti_cuda_slot *s = &c->slots[c->slot];
+    cudaError_t error = cudaSuccess;
+
+    if (bytes > c->slot_bytes)
+        return MPTI_REPORT(c->ctx, MPT_ERR_INTERNAL, "a batch of %zu bytes for a slot of %zu",
+                           bytes, c->slot_bytes);
+    if (s->was_consumed) error = cudaStreamWaitEvent(c->copy, s->consumed, 0);
+    if (error == cudaSuccess)
+        error = cudaMemcpyAsync(s->device, s->host, bytes, cudaMemcpyHostToDevice, c->copy);
+    if (error == cudaSuccess) error = cudaEventRecord(s->copied, c->copy);
+    if (error == cudaSuccess) error = cudaStreamWaitEvent(c->compute, s->copied, 0);
+    s->was_copied = true;
+    *data = s->device;
+    return mpti_cuda_result(c, (int)error, "copying a batch");
+}
+
+static mpt_result mpti_cuda_record_begin(void *self) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    return mpti_cuda_result(
+        c, (int)cudaStreamBeginCapture(c->compute, cudaStreamCaptureModeThreadLocal),
+        "cudaStreamBeginCapture");
+}
+
+static mpt_result mpti_cuda_record_end(void *self, void **recording) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    cudaError_t error = cudaStreamEndCapture(c->compute, &graph);
+
+    if (error == cudaSuccess) error = cudaGraphInstantiate(&exec, graph, 0);
+    if (graph) (void)cudaGraphDestroy(graph);
+    *recording = (void *)exec;
+    return mpti_cuda_result(c, (int)error, "recording a step as a CUDA graph");
+}
+
+static mpt_result mpti_cuda_replay(void *self, void *recording) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc) return rc;
+    return mpti_cuda_result(c, (int)cudaGraphLaunch((cudaGraphExec_t)recording, c->compute),
+                            "cudaGraphLaunch");
+}
+
+static void mpti_cuda_forget(void *self, void *recording) {
+    (void)self;
+    (void)cudaGraphExecDestroy((cudaGraphExec_t)recording);
+}
+
+static void *mpti_cuda_stream(void *self) { return (void *)((mpti_cuda *)self)->compute; }
+
+/* ---- what every operator checks first -------------------------------------------------------- */
+
+/* Kernels read 16 bytes at once and count elements in 31 bits. */
+static mpt_result mpti_cuda_check(mpti_cuda *c, const char *op, mpt_dtype dtype, double elements,
+                                  const void *const *pointers, int num_pointers) {
+    int i;
+
+    if (elements >= 2147483648.0)
+        return mpti_op_error(c->ctx, op, "a tensor has 2^31 elements or more: cut the batch");
+    if (dtype == MPT_BF16 && c->arch < 80)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "%s: BF16 needs compute capability 8.0, this device has %d.%d: use FP16",
+                           op, c->arch / 10, c->arch % 10);
+    for (i = 0; i < num_pointers; i++)
+        if ((uintptr_t)pointers[i] % 16 != 0)
+            return MPTI_REPORT(c->ctx, MPT_ERR_INVALID_ARGUMENT,
+                               "%s: tensors must be aligned to 16 bytes, one is at %p", op,
+                               (void *)(uintptr_t)pointers[i]);
+    return mpti_cuda_enter(c);
+}
+
+/* ---- convolution and dense ------------------------------------------------------------------- */
+
+/* rows x in by out: a dense layer, or a 1x1 convolution whose pixels are the rows. cuBLAS counts in
+   columns first: what is (rows, in) here is (in, rows) to it. */
+typedef struct mpti_cuda_gemm {
+    const char *op;
+    int64_t rows, rows_valid;
+    int in, out;
+    mpt_dtype dtype;
+} mpti_cuda_gemm;
+
+static cudaDataType mpti_cuda_type(mpt_dtype dtype) {
+    return dtype == MPT_F32 ? CUDA_R_32F : dtype == MPT_F16 ? CUDA_R_16F : CUDA_R_16BF;
+}
+
+/* c (m,n) = op(a) op(b), all column-major; sums in FP32. */
+static mpt_result mpti_cuda_multiply(mpti_cuda *c, const mpti_cuda_gemm *g, bool transpose_a,
+                                     bool transpose_b, int64_t m, int64_t n, int64_t k,
+                                     const void *a, const void *b, void *out, mpt_dtype out_type) {
+    const float one = 1, zero = 0;
+    char what[160];
+    cublasStatus_t status = cublasGemmEx(
+        c->blas, transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N,
+        (int)m, (int)n, (int)k, &one, a, mpti_cuda_type(g->dtype), (int)(transpose_a ? k : m), b,
+        mpti_cuda_type(g->dtype), (int)(transpose_b ? n : k), &zero, out, mpti_cuda_type(out_type),
+        (int)m, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+
+    snprintf(what, sizeof what, "%s: cublasGemmEx of %lld rows, %d in, %d out", g->op,
+             (long long)g->rows_valid, g->in, g->out);
+    return mpti_cublas_result(c, status, what);
+}
+
+static mpt_result mpti_cuda_zero(mpti_cuda *c, const char *op, void *p, mpt_dtype dtype,
+                                 int64_t begin, int64_t end) {
+    size_t size = mpt_dtype_size(dtype);
+
+    if (begin >= end) return MPT_OK;
+    return mpti_cuda_result(c, (int)cudaMemsetAsync((uint8_t *)p + (size_t)begin * size, 0,
+                                                    (size_t)(end - begin) * size, c->compute), op);
+}
+
+static mpt_result mpti_cuda_gemm_fprop(mpti_cuda *c, const mpti_cuda_gemm *g, const void *x,
+                                       const void *w, const float *bias, void *y) {
+    mpt_result rc = MPT_OK;
+
+    if (g->rows_valid > 0) {
+        rc = mpti_cuda_multiply(c, g, true, false, g->out, g->rows_valid, g->in, w, x, y, g->dtype);
+        if (rc == MPT_OK && bias)
+            rc = mpti_cuda_result(
+                c, mptk_add_bias(y, bias, g->rows_valid, g->out, g->dtype, c->compute), g->op);
+    }
+    if (rc) return rc;
+    return mpti_cuda_zero(c, g->op, y, g->dtype, g->rows_valid * g->out, g->rows * g->out);
+}
+
+static mpt_result mpti_cuda_gemm_dgrad(mpti_cuda *c, const mpti_cuda_gemm *g, const void *dy,
+                                       const void *w, void *dx) {
+    mpt_result rc = MPT_OK;
+
+    if (g->rows_valid > 0)
+        rc = mpti_cuda_multiply(c, g, false, false, g->in, g->rows_valid, g->out, w, dy, dx,
+                                g->dtype);
+    if (rc) return rc;
+    return mpti_cuda_zero(c, g->op, dx, g->dtype, g->rows_valid * g->in, g->rows * g->in);
+}
+
+static mpt_result mpti_cuda_gemm_wgrad(mpti_cuda *c, const mpti_cuda_gemm *g, const void *x,
+                                       const void *dy, float *dw, float *dbias, void *workspace) {
+    mpt_result rc;
+
+    if (g->rows_valid == 0) {
+        rc = mpti_cuda_zero(c, g->op, dw, MPT_F32, 0, (int64_t)g->out * g->in);
+        if (rc || !dbias) return rc;
+        return mpti_cuda_zero(c, g->op, dbias, MPT_F32, 0, g->out);
+    }
+    rc = mpti_cuda_multiply(c, g, false, true, g->in, g->out, g->rows_valid, x, dy, dw, MPT_F32);
+    if (rc || !dbias) return rc;
+    return mpti_cuda_result(
+        c, mptk_sum_columns(dy, dbias, g->rows_valid, g->out, g->dtype, workspace, c->compute),
+        g->op);
+}
+
+/* Is it a plain matrix product? FP32 is not: kernels.cu has the exact one. */
+static bool mpti_cuda_gemm_of(const mpt_conv2d_args *a, const char *op, mpti_cuda_gemm *g) {
+    g->op = op;
+    g->rows = (int64_t)a->n * a->h * a->wd;
+    g->rows_valid = (int64_t)a->num_valid * a->h * a->wd;
+    g->in = a->c;
+    g->out = a->k;
+    g->dtype = a->dtype;
+    return a->r == 1 && a->s == 1 && a->stride == 1 && a->padding == 0 && a->dtype != MPT_F32;
+}
+
+static mpt_result mpti_cuda_conv2d_result(mpti_cuda *c, int error, const char *op,
+                                          const mpt_conv2d_args *a) {
+    char what[256];
+
+    if (error == (int)cudaSuccess) return MPT_OK;
+    snprintf(what, sizeof what,
+             "%s (%s) of x (%d,%d,%d,%d), w (%d,%d,%d,%d), stride %d, padding %d", op,
+             mptk_conv2d_fprop_kernel(a), a->n, a->h, a->wd, a->c, a->k, a->r, a->s, a->c,
+             a->stride, a->padding);
+    return mpti_cuda_result(c, error, what);
+}
+
+static size_t mpti_cuda_kernel_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
+    if (direction == MPTI_FPROP) return mptk_conv2d_fprop_workspace_bytes(a);
+    return direction == MPTI_DGRAD ? mptk_conv2d_dgrad_workspace_bytes(a)
+                                   : mptk_conv2d_wgrad_workspace_bytes(a);
+}
+
+static size_t mpti_cuda_filter_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
+    return (size_t)a->k * (size_t)a->r * (size_t)a->s * (size_t)a->c *
+           (direction == MPTI_WGRAD ? sizeof(float) : mpt_dtype_size(a->dtype));
+}
+
+static size_t mpti_cuda_conv2d_bytes(const mpt_conv2d_args *a, mpti_direction direction) {
+    mpti_cuda_gemm g;
+
+    if (mpti_cuda_gemm_of(a, NULL, &g))
+        return direction == MPTI_WGRAD ? mptk_sum_columns_workspace_bytes(g.rows, g.out) : 0;
+    return mpti_align(mpti_cuda_kernel_bytes(a, direction)) + mpti_cuda_filter_bytes(a, direction);
+}
+
+/* Filters and their gradients lie in flat rows, wherever the layer before ends, but kernels want
+   them at multiples of 16 bytes: then behind the workspace there is room for a copy. */
+static mpt_result mpti_cuda_conv2d_launch(mpti_cuda *c, const mpt_conv2d_args *a,
+                                          mpti_direction direction, const char *op) {
+    mpt_conv2d_args b = *a;
+    uint8_t *aligned = (uint8_t *)a->workspace + mpti_align(mpti_cuda_kernel_bytes(a, direction));
+    size_t bytes = mpti_cuda_filter_bytes(a, direction);
+    cudaError_t error = cudaSuccess;
+
+    if (direction == MPTI_WGRAD) {
+        if ((uintptr_t)a->dw % 16) b.dw = (float *)(void *)aligned;
+        error = (cudaError_t)mptk_conv2d_wgrad(&b, c->compute);
+        if (error == cudaSuccess && b.dw != a->dw)
+            error = cudaMemcpyAsync(a->dw, b.dw, bytes, cudaMemcpyDeviceToDevice, c->compute);
+        return mpti_cuda_conv2d_result(c, (int)error, op, a);
+    }
+    if ((uintptr_t)a->w % 16) {
+        b.w = aligned;
+        error = cudaMemcpyAsync(aligned, a->w, bytes, cudaMemcpyDeviceToDevice, c->compute);
+    }
+    if (error == cudaSuccess)
+        error = (cudaError_t)(direction == MPTI_FPROP ? mptk_conv2d_fprop(&b, c->compute)
+                                                      : mptk_conv2d_dgrad(&b, c->compute));
+    return mpti_cuda_conv2d_result(c, (int)error, op, a);
+}
+
+static mpt_result mpti_cuda_conv2d(void *self, const mpt_conv2d_args *a, mpti_direction direction,
+                                   const char *op) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->dy, a->y, a->dx, a->workspace};
+    const double input = (double)a->n * a->h * a->wd * (a->c + 7.0);
+    const double output = (double)a->n * a->p * a->q * (a->k + 7.0);
+    mpti_cuda_gemm g;
+    mpt_result rc = mpti_check_conv2d(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, input > output ? input : output, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(c->ctx, op, a->workspace, a->workspace_bytes,
+                                  mpti_cuda_conv2d_bytes(a, direction));
+    if (rc) return rc;
+    if (mpti_cuda_gemm_of(a, op, &g)) {
+        if (direction == MPTI_FPROP)
+            return mpti_cuda_gemm_fprop(c, &g, a->x, a->w, a->bias, a->y);
+        if (direction == MPTI_DGRAD) return mpti_cuda_gemm_dgrad(c, &g, a->dy, a->w, a->dx);
+        return mpti_cuda_gemm_wgrad(c, &g, a->x, a->dy, a->dw, a->dbias, a->workspace);
+    }
+    return mpti_cuda_conv2d_launch(c, a, direction, op);
+}
+
+static mpt_result mpti_cuda_dense(void *self, const mpt_dense_args *a, mpti_direction direction,
+                                  const char *op) {
+    mpt_conv2d_args conv = mpti_dense_as_conv2d(a);
+    mpt_result rc = mpti_check_dense(((mpti_cuda *)self)->ctx, op, a);
+
+    return rc ? rc : mpti_cuda_conv2d(self, &conv, direction, op);
+}
+
+/* 0 for shapes that the entry itself will refuse. */
+static size_t mpti_cuda_conv2d_checked_bytes(void *self, const mpt_conv2d_args *a,
+                                             mpti_direction direction) {
+    if (mpti_check_conv2d(((mpti_cuda *)self)->ctx, "workspace_bytes", a)) return 0;
+    return mpti_cuda_conv2d_bytes(a, direction);
+}
+
+/* As in >>cpu: four entries of the table. */
+#define MPTI_CUDA_CONV_ENTRIES(name, direction) \
+    static mpt_result mpti_cuda_conv2d_##name(void *self, const mpt_conv2d_args *a) { \
+        return mpti_cuda_conv2d(self, a, direction, "conv2d_" #name); \
+    } \
+    static size_t mpti_cuda_conv2d_##name##_bytes(void *self, const mpt_conv2d_args *a) { \
+        return mpti_cuda_conv2d_checked_bytes(self, a, direction); \
+    } \
+    static mpt_result mpti_cuda_dense_##name(void *self, const mpt_dense_args *a) { \
+        return mpti_cuda_dense(self, a, direction, "dense_" #name); \
+    } \
+    static size_t mpti_cuda_dense_##name##_bytes(void *self, const mpt_dense_args *a) { \
+        mpt_conv2d_args conv = mpti_dense_as_conv2d(a); \
+        return mpti_cuda_conv2d_checked_bytes(self, &conv, direction); \
+    }
+MPTI_CUDA_CONV_ENTRIES(fprop, MPTI_FPROP)
+MPTI_CUDA_CONV_ENTRIES(dgrad, MPTI_DGRAD)
+MPTI_CUDA_CONV_ENTRIES(wgrad, MPTI_WGRAD)
+
+/* ---- the other operators --------------------------------------------------------------------- */
+static size_t mpti_cuda_batchnorm_bytes(void *self, const mpt_batchnorm_args *a) {
+    if (mpti_check_batchnorm(((mpti_cuda *)self)->ctx, "workspace_bytes", a)) return 0;
+    return mptk_batchnorm_workspace_bytes(a);
+}
+
+static mpt_result mpti_cuda_batchnorm(void *self, const mpt_batchnorm_args *a, const char *op,
+                                      int (*launch)(const mpt_batchnorm_args *, void *)) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->residual, a->y, a->dy, a->dx, a->dresidual};
+    char what[128];
+    mpt_result rc = mpti_check_batchnorm(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->h * a->wd * a->c, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(c->ctx, op, a->workspace, a->workspace_bytes,
+                                  mptk_batchnorm_workspace_bytes(a));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of x (%d,%d,%d,%d)", op, a->n, a->h, a->wd, a->c);
+    return mpti_cuda_result(c, launch(a, c->compute), what);
+}
+
+static mpt_result mpti_cuda_batchnorm_forward(void *self, const mpt_batchnorm_args *a) {
+    return mpti_cuda_batchnorm(self, a, "batchnorm_forward", mptk_batchnorm_forward);
+}
+
+static mpt_result mpti_cuda_batchnorm_backward(void *self, const mpt_batchnorm_args *a) {
+    return mpti_cuda_batchnorm(self, a, "batchnorm_backward", mptk_batchnorm_backward);
+}
+
+static mpt_result mpti_cuda_pointwise(void *self, const mpt_pointwise_args *a, const char *op,
+                                      int (*launch)(const mpt_pointwise_args *, void *)) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->a, a->b, a->y};
+    char what[128];
+    mpt_result rc = mpti_check_pointwise(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * (double)a->per_sample, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of (%d,%lld)", op, a->n, (long long)a->per_sample);
+    return mpti_cuda_result(c, launch(a, c->compute), what);
+}
+
+static mpt_result mpti_cuda_relu_forward(void *self, const mpt_pointwise_args *a) {
+    return mpti_cuda_pointwise(self, a, "relu_forward", mptk_relu_forward);
+}
+
+static mpt_result mpti_cuda_relu_backward(void *self, const mpt_pointwise_args *a) {
+    return mpti_cuda_pointwise(self, a, "relu_backward", mptk_relu_backward);
+}
+
+static mpt_result mpti_cuda_add(void *self, const mpt_pointwise_args *a) {
+    return mpti_cuda_pointwise(self, a, "add", mptk_add);
+}
+
+static mpt_result mpti_cuda_pool(void *self, const mpt_pool2d_args *a, const char *op,
+                                 mpti_pool_kind kind,
+                                 int (*launch)(const mpt_pool2d_args *, void *)) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->y, a->dy, a->dx};
+    char what[160];
+    mpt_result rc = mpti_check_pool2d(c->ctx, op, a, kind);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->h * a->wd * a->c, pointers,
+                             (int)(sizeof pointers / sizeof pointers[0]));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of x (%d,%d,%d,%d), kernel %d, stride %d, padding %d", op, a->n,
+             a->h, a->wd, a->c, a->kernel, a->stride, a->padding);
+    return mpti_cuda_result(c, launch(a, c->compute), what);
+}
+
+#define MPTI_CUDA_POOL_ENTRIES(name, kind) \
+    static mpt_result mpti_cuda_##name##_forward(void *self, const mpt_pool2d_args *a) { \
+        return mpti_cuda_pool(self, a, #name "_forward", kind, mptk_##name##_forward); \
+    } \
+    static mpt_result mpti_cuda_##name##_backward(void *self, const mpt_pool2d_args *a) { \
+        return mpti_cuda_pool(self, a, #name "_backward", kind, mptk_##name##_backward); \
+    }
+MPTI_CUDA_POOL_ENTRIES(max_pool, MPTI_POOL_MAX)
+MPTI_CUDA_POOL_ENTRIES(avg_pool, MPTI_POOL_AVG)
+MPTI_CUDA_POOL_ENTRIES(global_avg_pool, MPTI_POOL_GLOBAL)
+
+static mpt_result mpti_cuda_dropout(void *self, const mpt_dropout_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->y};
+    mpt_result rc = mpti_check_dropout(c->ctx, "dropout", a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, "dropout", a->dtype, (double)a->n * (double)a->per_sample, pointers,
+                             2);
+    return rc ? rc : mpti_cuda_result(c, mptk_dropout(a, c->compute), "dropout");
+}
+
+static size_t mpti_cuda_softmax_xent_bytes(void *self, const mpt_softmax_xent_args *a) {
+    (void)self;
+    return mptk_softmax_xent_workspace_bytes(a);
+}
+
+/* Labels are on the device: whoever sends them looks at them first. */
+static mpt_result mpti_cuda_softmax_xent(void *self, const mpt_softmax_xent_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->logits, a->dlogits, a->probabilities};
+    const char *op = "softmax_xent";
+    char what[128];
+    mpt_result rc = mpti_check_softmax(c->ctx, op, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->classes, pointers, 3);
+    if (rc == MPT_OK)
+        rc = mpti_check_workspace(c->ctx, op, a->workspace, a->workspace_bytes,
+                                  mptk_softmax_xent_workspace_bytes(a));
+    if (rc) return rc;
+    snprintf(what, sizeof what, "%s of logits (%d,%d)", op, a->n, a->classes);
+    return mpti_cuda_result(c, mptk_softmax_xent(a, c->compute), what);
+}
+
+static mpt_result mpti_cuda_cast(void *self, const mpt_cast_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->src, a->dst};
+    mpt_result rc = mpti_check_row(c->ctx, "cast", a->count, a->src_dtype, a->dst_dtype);
+
+    if (rc == MPT_OK) rc = mpti_cuda_check(c, "cast", MPT_F32, (double)a->count, pointers, 0);
+    return rc ? rc : mpti_cuda_result(c, mptk_cast(a, c->compute), "cast");
+}
+
+static mpt_result mpti_cuda_input_normalize(void *self, const mpt_normalize_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const void *const pointers[] = {a->x, a->y};
+    mpt_result rc = mpti_check_normalize(c->ctx, a);
+
+    if (rc == MPT_OK)
+        rc = mpti_cuda_check(c, "input_normalize", a->dtype, (double)a->n * a->h * a->wd * a->c,
+                             pointers, 2);
+    return rc ? rc : mpti_cuda_result(c, mptk_input_normalize(a, c->compute), "input_normalize");
+}
+
+static mpt_result mpti_cuda_fill(void *self, const mpt_fill_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_check_row(c->ctx, "fill", a->count, a->dtype, a->dtype);
+
+    if (rc == MPT_OK) rc = mpti_cuda_enter(c);
+    if (rc) return rc;
+    if (mpti_f32_bits(a->value) == 0)
+        return mpti_cuda_zero(c, "fill", a->dst, a->dtype, 0, a->count);
+    return mpti_cuda_result(c, mptk_fill(a, c->compute), "fill");
+}
+
+static mpt_result mpti_cuda_copy(void *self, const mpt_copy_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc || a->bytes == 0) return rc;
+    return mpti_cuda_result(c, (int)cudaMemcpyAsync(a->dst, a->src, a->bytes,
+                                                    cudaMemcpyDeviceToDevice, c->compute), "copy");
+}
+
+static mpt_result mpti_cuda_scale(void *self, const mpt_scale_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    mpt_result rc = mpti_check_row(c->ctx, "scale", a->count, MPT_F32, MPT_F32);
+
+    if (rc == MPT_OK) rc = mpti_cuda_enter(c);
+    return rc ? rc : mpti_cuda_result(c, mptk_scale(a, c->compute), "scale");
+}
+
+/* ---- the update ------------------------------------------------------------------------------ */
+static mpt_result mpti_cuda_update(void *self, const mpt_update_args *a) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const int report = (int)(a->step % MPTI_CUDA_REPORTS);
+    mpt_result rc = mpti_cuda_enter(c);
+
+    if (rc == MPT_OK) rc = mpti_cuda_result(c, mptk_update(a, c->compute), "update");
+    if (rc == MPT_OK)
+        rc = mpti_cuda_result(
+            c, (int)cudaMemcpyAsync(&c->reports[report], a->state, sizeof *a->state,
+                                    cudaMemcpyDeviceToHost, c->compute), "copying a report");
+    if (rc) return rc;
+    return mpti_cuda_result(c, (int)cudaEventRecord(c->reported[report], c->compute),
+                            "cudaEventRecord");
+}
+
+static mpt_result mpti_cuda_update_wait(void *self, int64_t step, mpt_step_state *out) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    const int report = (int)(step % MPTI_CUDA_REPORTS);
+    mpt_result rc =
+        mpti_cuda_result(c, (int)cudaEventSynchronize(c->reported[report]), "a training step");
+
+    if (rc == MPT_OK) *out = c->reports[report];
+    return rc;
+}
+
+/* ---- opening a device ------------------------------------------------------------------------ */
+static const char *mpti_cuda_kernels(void *self) { return ((const mpti_cuda *)self)->name; }
+
+static void mpti_cuda_close(void *self) {
+    mpti_cuda *c = (mpti_cuda *)self;
+    int i;
+
+    if (!c) return;
+    if (c->compute) (void)cudaStreamSynchronize(c->compute);
+    if (c->copy) (void)cudaStreamSynchronize(c->copy);
+    mpti_cuda_stage_release(c);
+    for (i = 0; i < MPTI_CUDA_SLOTS; i++) {
+        if (c->slots[i].copied) (void)cudaEventDestroy(c->slots[i].copied);
+        if (c->slots[i].consumed) (void)cudaEventDestroy(c->slots[i].consumed);
+    }
+    for (i = 0; i < MPTI_CUDA_REPORTS; i++)
+        if (c->reported[i]) (void)cudaEventDestroy(c->reported[i]);
+    if (c->reports) (void)cudaFreeHost(c->reports);
+    if (c->blas) (void)cublasDestroy(c->blas);
+    if (c->blas_workspace) (void)cudaFree(c->blas_workspace);
+    if (c->copy) (void)cudaStreamDestroy(c->copy);
+    if (c->compute) (void)cudaStreamDestroy(c->compute);
+    mpti_free(&c->ctx->desc.allocator, c, sizeof *c);
+}
+
+/* A driver that is too old, no device, and a device number too high are different advice. */
+static mpt_result mpti_cuda_find(mpti_cuda *c) {
+    int count = 0, driver = 0, runtime = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+
+    (void)cudaDriverGetVersion(&driver);
+    (void)cudaRuntimeGetVersion(&runtime);
+    (void)cudaGetLastError(); /* told below */
+    if (error == cudaErrorInsufficientDriver)
+        return MPTI_REPORT(c->ctx, MPT_ERR_DEVICE,
+                           "the NVIDIA driver knows CUDA %d.%d, this program needs %d.%d: update "
+                           "the driver, or build with an older CUDA toolkit",
+                           driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+    if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0))
+        return MPTI_REPORT(c->ctx, MPT_ERR_DEVICE,
+                           "no CUDA device: is there an NVIDIA GPU, and does CUDA_VISIBLE_DEVICES "
+                           "leave it visible? The CPU backend needs none");
+    if (error != cudaSuccess) return mpti_cuda_result(c, (int)error, "cudaGetDeviceCount");
+    if (c->device < 0 || c->device >= count)
+        return MPTI_REPORT(c->ctx, MPT_ERR_INVALID_ARGUMENT,
+                           "mpt_ctx_desc.device is %d, there are %d CUDA devices", c->device,
+                           count);
+    return mpti_cuda_enter(c);
+}
+
+/* kernels.cu must be of this version, and compiled for this device. */
+static mpt_result mpti_cuda_check_kernels(mpti_cuda *c) {
+    int major = 0, minor = 0;
+    cudaError_t error;
+
+    if (mptk_abi_version() != MPT_ABI_VERSION)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "kernels.cu was compiled with ABI %d, mptrain.h has ABI %d: compile "
+                           "both from the same version",
+                           mptk_abi_version(), MPT_ABI_VERSION);
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, c->device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, c->device);
+    if (error != cudaSuccess) return mpti_cuda_result(c, (int)error, "cudaDeviceGetAttribute");
+    c->arch = major * 10 + minor;
+    snprintf(c->name, sizeof c->name, "sm_%d", c->arch);
+    if (c->arch < 70)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "device %d has compute capability %d.%d: tensor cores begin with 7.0",
+                           c->device, major, minor);
+    return MPT_OK;
+}
+
+/* One kernel, to see whether this device has code at all. */
+static mpt_result mpti_cuda_try_kernel(mpti_cuda *c) {
+    mpt_fill_args a;
+    int error;
+    mpt_result rc;
+
+    memset(&a, 0, sizeof a);
+    a.count = 8;
+    a.value = 1;
+    a.dtype = MPT_F32;
+    rc = mpti_cuda_alloc(c, 8 * sizeof(float), &a.dst);
+    if (rc) return rc;
+    error = mptk_fill(&a, c->compute);
+    if (error == (int)cudaSuccess) error = (int)cudaStreamSynchronize(c->compute);
+    (void)cudaFree(a.dst);
+    (void)cudaGetLastError();
+    if (error == (int)cudaErrorNoKernelImageForDevice ||
+        error == (int)cudaErrorInvalidDeviceFunction ||
+        error == (int)cudaErrorUnsupportedPtxVersion)
+        return MPTI_REPORT(c->ctx, MPT_ERR_UNSUPPORTED,
+                           "kernels.cu was compiled for sm %s, the device is %s (%s): compile it "
+                           "with -gencode arch=compute_%d,code=sm_%d",
+                           mptk_arch_list(), c->name, cudaGetErrorName((cudaError_t)error), c->arch,
+                           c->arch);
+    return mpti_cuda_result(c, error, "a first kernel");
+}
+
+static mpt_result mpti_cuda_make_streams(mpti_cuda *c) {
+    cudaError_t error = cudaStreamCreateWithFlags(&c->compute, cudaStreamNonBlocking);
+    int i;
+
+    if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&c->copy, cudaStreamNonBlocking);
+    for (i = 0; i < MPTI_CUDA_SLOTS && error == cudaSuccess; i++) {
+        error = cudaEventCreateWithFlags(&c->slots[i].copied, cudaEventDisableTiming);
+        if (error == cudaSuccess)
+            error = cudaEventCreateWithFlags(&c->slots[i].consumed, cudaEventDisableTiming);
+    }
+    for (i = 0; i < MPTI_CUDA_REPORTS && error == cudaSuccess; i++)
+        error = cudaEventCreateWithFlags(&c->reported[i], cudaEventDisableTiming);
+    if (error == cudaSuccess)
+        error = cudaMallocHost((void **)&c->reports, MPTI_CUDA_REPORTS * sizeof *c->reports);
+    return mpti_cuda_result(c, (int)error, "making streams");
+}
+
+/* A workspace of its own makes cuBLAS reproducible and lets it be recorded; the sizes are NVIDIA's
+   defaults (cuBLAS documentation, cublasSetWorkspace). It belongs to the context. */
+static mpt_result mpti_cuda_make_blas(mpti_cuda *c) {
+    const size_t bytes = (size_t)(c->arch >= 90 ? 32 : 4) << 20;
+    cublasStatus_t status;
+    mpt_result rc = mpti_cuda_alloc(c, bytes, &c->blas_workspace);
+
+    if (rc) return rc;
+    status = cublasCreate(&c->blas);
+    if (status == CUBLAS_STATUS_SUCCESS) status = cublasSetStream(c->blas, c->compute);
+    if (status == CUBLAS_STATUS_SUCCESS)
+        status = cublasSetWorkspace(c->blas, c->blas_workspace, bytes);
+    return mpti_cublas_result(c, status, "opening cuBLAS");
+}
+
+static mpt_result mpti_cuda_open(mpt_ctx *ctx, int device, void **self) {
+    mpti_cuda *c = (mpti_cuda *)mpti_calloc(&ctx->desc.allocator, 1, sizeof *c);
+    mpt_result rc;
+
+    *self = NULL;
+    if (!c) return MPTI_REPORT(ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for the cuda backend");
+    c->ctx = ctx;
+    c->device = device;
+    snprintf(c->name, sizeof c->name, "cuda");
+    rc = mpti_cuda_find(c);
+    if (rc == MPT_OK) rc = mpti_cuda_check_kernels(c);
+    if (rc == MPT_OK) rc = mpti_cuda_make_streams(c);
+    if (rc == MPT_OK) rc = mpti_cuda_try_kernel(c);
+    if (rc == MPT_OK) rc = mpti_cuda_make_blas(c);
+    if (rc) {
+        mpti_cuda_close(c);
+        return rc;
+    }
+    *self = c;
+    return MPT_OK;
+}
+
+MPT_API const mpt_backend *mpt_backend_cuda(void) {
+    static const mpt_backend table = {
+        "cuda", mpti_cuda_open, mpti_cuda_close, mpti_cuda_kernels,
+        mpti_cuda_conv2d_fprop_bytes, mpti_cuda_conv2d_dgrad_bytes, mpti_cuda_conv2d_wgrad_bytes,
+        mpti_cuda_conv2d_fprop, mpti_cuda_conv2d_dgrad, mpti_cuda_conv2d_wgrad,
+        mpti_cuda_dense_fprop_bytes, mpti_cuda_dense_dgrad_bytes, mpti_cuda_dense_wgrad_bytes,
+        mpti_cuda_dense_fprop, mpti_cuda_dense_dgrad, mpti_cuda_dense_wgrad,
+        mpti_cuda_batchnorm_bytes, mpti_cuda_batchnorm_bytes,
+        mpti_cuda_batchnorm_forward, mpti_cuda_batchnorm_backward,
+        mpti_cuda_relu_forward, mpti_cuda_relu_backward, mpti_cuda_add,
+        mpti_cuda_max_pool_forward, mpti_cuda_max_pool_backward,
+        mpti_cuda_avg_pool_forward, mpti_cuda_avg_pool_backward,
+        mpti_cuda_global_avg_pool_forward, mpti_cuda_global_avg_pool_backward,
+        mpti_cuda_dropout, mpti_cuda_dropout,
+        mpti_cuda_softmax_xent_bytes, mpti_cuda_softmax_xent,
+        mpti_cuda_cast, mpti_cuda_input_normalize, mpti_cuda_fill, mpti_cuda_copy, mpti_cuda_scale,
+        mpti_cuda_alloc, mpti_cuda_free, mpti_cuda_upload, mpti_cuda_download,
+        mpti_cuda_stage_reserve, mpti_cuda_stage_begin, mpti_cuda_stage_end,
+        mpti_cuda_record_begin, mpti_cuda_record_end, mpti_cuda_replay, mpti_cuda_forget,
+        mpti_cuda_stream, mpti_cuda_update, mpti_cuda_update_wait,
+    };
+    return &table;
+}
+#endif /* MPTRAIN_CUDA */
 
 /* =================================================================================================
  * >>layers   7 Layers: shapes and parameters, one step forward, one step backward
@@ -11384,15 +12325,28 @@ static mpt_custom_args mpti_custom_args(const mpti_net *net, const mpti_node *no
     a.workspace = net->workspace;
     a.sample_ids = net->sample_ids;
     a.training = net->training;
+    if (net->backend->stream) a.stream = net->backend->stream(net->self);
     return a;
 }
 
-/* Slots that don't count hold zeros, in values as in gradients. */
-static void mpti_custom_clear_rest(const mpti_net *net, const mpti_node *node, void *x) {
-    size_t numbers = (size_t)mpti_node_elements(node), valid = (size_t)net->num_valid;
+static void mpti_custom_clear(mpti_casts *c, float *x, int64_t count) {
+    mpt_fill_args a;
 
-    memset((float *)x + valid * numbers, 0,
-           ((size_t)net->capacity - valid) * numbers * sizeof(float));
+    a.dst = x;
+    a.count = count;
+    a.value = 0;
+    a.dtype = MPT_F32;
+    if (c->rc == MPT_OK) c->rc = c->net->backend->fill(c->net->self, &a);
+}
+
+/* Slots that don't count hold zeros, in values as in gradients. */
+static void mpti_custom_clear_rest(mpti_casts *c, const mpti_node *node, void *x) {
+    const mpti_net *net = c->net;
+    int64_t numbers = mpti_node_elements(node);
+
+    if (net->num_valid < net->capacity)
+        mpti_custom_clear(c, (float *)x + net->num_valid * numbers,
+                          (net->capacity - net->num_valid) * numbers);
 }
 
 static mpt_result mpti_step_forward_custom(mpti_net *net, const mpti_node *node, void *y) {
@@ -11411,7 +12365,7 @@ static mpt_result mpti_step_forward_custom(mpti_net *net, const mpti_node *node,
     a.in = in;
     a.out = &out;
     if (casts.rc == MPT_OK && net->num_valid) rc = node->custom.forward(&a, node->custom.user);
-    mpti_custom_clear_rest(net, node, out.data);
+    mpti_custom_clear_rest(&casts, node, out.data);
     return mpti_casts_end(&casts, rc, out.data, y, node);
 }
 
@@ -11590,14 +12544,14 @@ static mpt_result mpti_step_backward_custom(mpti_net *net, int v) {
     a.din = din;
     if (node->num_params) {
         a.dparams = net->gradients + node->param_offset;
-        memset(a.dparams, 0, sizeof *a.dparams * (size_t)node->num_params);
+        mpti_custom_clear(&casts, a.dparams, node->num_params);
     }
     if (casts.rc == MPT_OK && net->num_valid) rc = node->custom.backward(&a, node->custom.user);
     for (i = 0; i < node->num_in; i++) {
         const mpti_node *from = &net->model->nodes[node->in[i]];
         void *dx = mpti_net_begin_gradient(net, node->in[i]);
         if (!dx) continue;
-        mpti_custom_clear_rest(net, from, din[i].data);
+        mpti_custom_clear_rest(&casts, from, din[i].data);
         rc = mpti_casts_end(&casts, rc, din[i].data, dx, from);
         rc = mpti_net_end_gradient(net, node->in[i], rc);
     }
@@ -11680,8 +12634,9 @@ static mpt_result mpti_net_input(mpti_net *net, const void *images, mpt_dtype dt
     return net->backend->input_normalize(net->self, &a);
 }
 
-static mpt_result mpti_net_forward(mpti_net *net, const void *images, mpt_dtype dtype) {
-    mpt_result rc = mpti_net_input(net, images, dtype);
+/* From the pictures in their place to logits. */
+static mpt_result mpti_net_forward(mpti_net *net) {
+    mpt_result rc = MPT_OK;
     int v;
 
     for (v = 1; v < net->model->num_nodes && rc == MPT_OK; v++)
@@ -12355,8 +13310,6 @@ static int mpti_optimizer_state_count(mpt_optimizer_kind kind) {
 }
 
 /* ---- segments and chunks --------------------------------------------------------------------- */
-enum { MPTI_UPDATE_CHUNK = 16384 }; /* weights: 64 KiB of each buffer; four fit into an L2 */
-
 typedef struct mpti_parameter { /* one parameter tensor within the flat buffers */
     size_t offset, count;
     bool decays; /* weight decay applies */
@@ -12425,7 +13378,7 @@ static mpti_parameter mpti_parameter_make(const mpt_optimizer_desc *desc, size_t
 }
 
 static int64_t mpti_parameter_chunks(size_t count) {
-    return (int64_t)(count / MPTI_UPDATE_CHUNK + (count % MPTI_UPDATE_CHUNK != 0));
+    return (int64_t)(count / MPT_UPDATE_CHUNK + (count % MPT_UPDATE_CHUNK != 0));
 }
 
 /* What mpti_optimizer_open takes. */
@@ -12469,7 +13422,7 @@ static mpt_result mpti_optimizer_open(mpti_optimizer *o, mpt_ctx *ctx,
             size_t left = segments[i].count - done;
 
             chunk->offset = segments[i].offset + done;
-            chunk->count = left < MPTI_UPDATE_CHUNK ? left : (size_t)MPTI_UPDATE_CHUNK;
+            chunk->count = left < MPT_UPDATE_CHUNK ? left : (size_t)MPT_UPDATE_CHUNK;
             chunk->segment = i;
         }
     }
@@ -13104,7 +14057,7 @@ MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt
 }
 
 /* =================================================================================================
- * >>train   12.1 Trainer: the plan, microbatches, the step, evaluation
+ * >>train   12.1 Trainer: the plan, microbatches, the step
  * =================================================================================================
  *
  * Problem: a step sums over lanes and slices, may have to be thrown away, and has to give the same
@@ -13112,8 +14065,8 @@ MPT_API mpt_result mpt_tensor_autopsy(const mpt_tensor *tensor, float scale, mpt
  * Idea:    each microbatch leaves gradients, statistics and counts in one flat row; rows meet in
  *          a fixed binary tree; then nine lines decide and update.
  * Shapes:  a row: (num_params) gradients | (num_stats) n * mean, n * variance of each batch norm
- * Tested:  tests/test_train.c, test_skip.c, test_evaluate.c; test_reference.c against PyTorch
- * Next:    >>safetensors, in which what was learned is kept.
+ * Tested:  tests/test_train.c, test_skip.c; test_reference.c against PyTorch
+ * Next:    >>evaluate, what else a trainer can be asked.
  */
 enum { MPTI_MAX_LEVELS = 32 }; /* of the tree: 2^32 microbatches a step */
 
@@ -13125,8 +14078,35 @@ enum { /* the arenas of a trainer, one for each purpose of the plan */
     MPTI_ACTIVATIONS,
     MPTI_WORKSPACE,
     MPTI_STATISTICS,
+    MPTI_DECISIONS, /* on a device: mpti_device */
+    MPTI_MIRROR,    /* on the host, beside a device: mpti_learned */
     MPTI_NUM_ARENAS
 };
+
+typedef struct mpti_learned { /* what outlives a run */
+    float *masters;        /* (num_params) FP32: the truth */
+    float *first, *second; /* (num_params) moments or NULL */
+    float *running;        /* (num_stats) */
+} mpti_learned;
+
+enum { MPTI_RECORDINGS = 2 }; /* one for each row that a device has */
+
+/* What a trainer keeps beside a device's data; all zero on the CPU. */
+typedef struct mpti_device {
+    mpt_step_state *state;
+    mpt_softmax_stats *evaluation; /* of passes that belong to no step */
+    float *probabilities;          /* (capacity, classes) */
+    int32_t *labels;               /* (capacity) of the microbatch under way */
+    float *momentum, *ratios;      /* (num_stats); (num_parameters) */
+    double *sums;                  /* (num_chunks, 2) */
+    mpt_update_chunk *chunks;      /* [num_chunks] */
+    mpt_update_segment *segments;  /* [num_parameters] */
+    /* on the host: */
+    size_t slot_bytes; /* of a staged microbatch */
+    bool can_record;   /* nothing but data changes from step to step */
+    void *recordings[MPTI_RECORDINGS]; /* of forward and backward into rows[i], or NULL */
+    int64_t reported;                  /* steps whose reports have been read */
+} mpti_device;
 
 struct mpt_trainer {
     mpt_ctx *ctx;
@@ -13145,6 +14125,8 @@ struct mpt_trainer {
     float *first, *second;  /* (num_params) or NULL: moments */
     float *running; /* (num_stats) */
     float *inv_std; /* (num_stats / 2) */
+    mpti_learned host; /* on the CPU masters, moments and running themselves, else a mirror */
+    mpti_device device;
     float *rows[MPTI_MAX_LEVELS + 1]; /* [num_rows], each (num_params + num_stats) */
     int num_rows;
     /* of the step under way: rows[0 .. depth-1] hold sums of weight[] microbatches each, and
@@ -13158,6 +14140,23 @@ struct mpt_trainer {
     double seconds;
     mpt_step_report last; /* of the last step */
 };
+
+/* What >>device does for a trainer whose backend has memory of its own. */
+static bool mpti_on_device(const mpt_trainer *t) { return t->ctx->backend->alloc != NULL; }
+static void mpti_device_plan(const mpt_trainer *t, int64_t num_chunks,
+                             size_t bytes[MPTI_NUM_ARENAS]);
+static size_t mpti_device_slot_bytes(const mpt_trainer *t);
+static void mpti_device_place(mpt_trainer *t);
+static mpt_result mpti_device_open(mpt_trainer *t);
+static void mpti_device_close(mpt_trainer *t);
+static mpt_result mpti_device_put(mpt_trainer *t);
+static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images);
+static mpt_result mpti_device_forward_backward(mpt_trainer *t);
+static void mpti_device_begin_step(mpt_trainer *t);
+static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out);
+static mpt_result mpti_device_sync(mpt_trainer *t);
+static mpt_result mpti_device_clear_evaluation(mpt_trainer *t);
+static mpt_result mpti_device_add_evaluation(mpt_trainer *t, mpt_softmax_stats *stats);
 
 /* ---- descs ----------------------------------------------------------------------------------- */
 MPT_API mpt_trainer_desc mpt_trainer_desc_defaults(const mpt_trainer_desc *desc) {
@@ -13225,12 +14224,13 @@ static mpt_result mpti_trainer_desc_check(const mpt_trainer_desc *d, int batch_s
 }
 
 /* ---- the plan -------------------------------------------------------------------------------- */
-static int mpti_trainer_num_rows(const mpt_trainer_desc *d) { /* floor(log2 A) + 1 */
+/* floor(log2 A) + 1; on a device, whose memory is dearer, one running sum and one to write. */
+static int mpti_trainer_num_rows(const mpt_trainer_desc *d, bool on_device) {
     int64_t microbatches = (int64_t)d->accumulate_steps * d->slices;
     int rows = 1;
 
     for (; microbatches > 1; microbatches /= 2) rows++;
-    return rows;
+    return on_device && rows > 2 ? 2 : rows;
 }
 
 /* Each layer's weights, then its bias; gamma, then beta. out NULL: only counts. */
@@ -13267,6 +14267,7 @@ static void mpti_plan_arenas(const mpt_memory_plan *p, size_t bytes[MPTI_NUM_ARE
     bytes[MPTI_ACTIVATIONS] = p->activations;
     bytes[MPTI_WORKSPACE] = p->workspace;
     bytes[MPTI_STATISTICS] = p->statistics;
+    bytes[MPTI_DECISIONS] = bytes[MPTI_MIRROR] = 0;
 }
 
 static void mpti_plan_sum(mpt_memory_plan *p, const mpt_trainer *t, int64_t num_chunks) {
@@ -13277,12 +14278,36 @@ static void mpti_plan_sum(mpt_memory_plan *p, const mpt_trainer *t, int64_t num_
                      sizeof(mpti_parameter) * (size_t)t->num_parameters +
                      mpti_optimizer_bytes(num_chunks, t->num_parameters);
     mpti_plan_arenas(p, bytes);
-    p->total = 0;
+    mpti_device_plan(t, num_chunks, bytes);
+    p->staging = 4 * t->device.slot_bytes + bytes[MPTI_DECISIONS] + bytes[MPTI_MIRROR];
+    p->total = 4 * t->device.slot_bytes;
     for (i = 0; i < MPTI_NUM_ARENAS; i++) {
         p->total += bytes[i];
         if (bytes[i]) p->bookkeeping += sizeof(mpt_arena);
     }
     p->total += p->bookkeeping;
+}
+
+/* Custom layers work where their functions were written for. Other layers that change with the
+   step's number keep it from being recorded. */
+static mpt_result mpti_trainer_check_layers(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    bool on_device = mpti_on_device(t);
+    int v;
+
+    t->device.can_record = on_device;
+    for (v = 1; v < m->num_nodes; v++) {
+        const mpti_node *node = &m->nodes[v];
+        if (node->kind == MPTI_KIND_DROPOUT || node->kind == MPTI_KIND_CUSTOM)
+            t->device.can_record = false;
+        if (node->kind != MPTI_KIND_CUSTOM || (node->custom.on_device != 0) == on_device) continue;
+        return MPTI_FAIL(&t->ctx->error, MPT_ERR_UNSUPPORTED,
+                         "layer %s: its functions take %s memory (mpt_custom_desc.on_device is "
+                         "%d), and the backend is %s",
+                         node->name, on_device ? "host" : "device", node->custom.on_device,
+                         t->ctx->backend->name);
+    }
+    return MPT_OK;
 }
 
 /* Sets t's net, layout and plan, from its model, desc and batch size. Allocates nothing: the layout
@@ -13308,7 +14333,8 @@ static mpt_result mpti_trainer_make_plan(mpt_trainer *t) {
     if (rc)
         return MPTI_FAIL(&t->ctx->error, rc, "infer of layer %s refused %d records: %s",
                          m->nodes[t->net.failed].name, t->net.capacity, mpt_result_string(rc));
-    t->num_rows = mpti_trainer_num_rows(&t->desc);
+    t->num_rows = mpti_trainer_num_rows(&t->desc, mpti_on_device(t));
+    t->device.slot_bytes = mpti_device_slot_bytes(t);
     t->num_parameters = mpti_list_parameters(m, &t->desc.optimizer, NULL, &num_chunks);
     memset(p, 0, sizeof *p);
     p->weights = full || cast ? floats : halves;
@@ -13334,11 +14360,19 @@ static mpt_result mpti_trainer_prepare(mpt_trainer *t, mpt_model *m, const mpt_t
     t->ctx = m->ctx;
     t->model = m;
     t->desc = mpt_trainer_desc_defaults(desc);
+    if (mpti_on_device(t) && (!desc || desc->precision == MPT_PRECISION_DEFAULT)) {
+        mpt_trainer_desc fp16;
+        memset(&fp16, 0, sizeof fp16);
+        if (desc) fp16 = *desc;
+        fp16.precision = MPT_PRECISION_FP16; /* whatever the host's processor can */
+        t->desc = mpt_trainer_desc_defaults(&fp16);
+    }
     t->batch_size = batch_size;
     if (m->logits < 0)
         return MPTI_FAIL(&m->ctx->error, MPT_ERR_INVALID_STATE,
                          "the model isn't finished: call mpt_model_finish first");
     rc = mpti_trainer_desc_check(&t->desc, batch_size, m->ctx);
+    if (rc == MPT_OK) rc = mpti_trainer_check_layers(t);
     return rc ? rc : mpti_trainer_make_plan(t);
 }
 
@@ -13352,6 +14386,39 @@ MPT_API mpt_result mpt_model_plan(mpt_model *m, const mpt_trainer_desc *desc, in
     rc = mpti_trainer_prepare(&t, m, desc, batch_size);
     if (rc == MPT_OK) *plan = t.plan;
     return mpti_report(m->ctx, rc);
+}
+
+/* ---- making a trainer ------------------------------------------------------------------------ */
+static mpt_result mpti_trainer_open_arenas(mpt_trainer *t, int64_t num_chunks) {
+    static const char *const purposes[MPTI_NUM_ARENAS] = {
+        "weights",     "master weights", "gradients",          "optimizer state",
+        "activations", "workspace",      "batch norm's statistics",
+        "staging",     "a mirror of weights on the host"};
+    size_t bytes[MPTI_NUM_ARENAS];
+    bool on_device = mpti_on_device(t);
+    mpt_arena_desc d;
+    mpt_result rc = MPT_OK;
+    int i;
+
+    mpti_plan_arenas(&t->plan, bytes);
+    mpti_device_plan(t, num_chunks, bytes);
+    memset(&d, 0, sizeof d);
+    for (i = 0; i < MPTI_NUM_ARENAS && rc == MPT_OK; i++) {
+        if (bytes[i] == 0) continue;
+        d.capacity_bytes = bytes[i];
+        d.purpose = purposes[i];
+        rc = mpti_arena_open(t->ctx, &d, on_device && i != MPTI_MIRROR, &t->arenas[i]);
+    }
+    if (rc != MPT_ERR_OUT_OF_MEMORY && rc != MPT_ERR_OUT_OF_DEVICE_MEMORY) return rc;
+    return MPTI_FAIL(&t->ctx->error, rc,
+                     "no %smemory for %s (%.1f MB of %.1f MB that training takes): lower the "
+                     "batch size, or raise slices",
+                     rc == MPT_ERR_OUT_OF_MEMORY ? "" : "device ", purposes[i - 1],
+                     (double)bytes[i - 1] / 1e6, (double)t->plan.total / 1e6);
+}
+
+static float *mpti_trainer_floats(mpt_trainer *t, int arena, int64_t count) { /* NULL for none */
+    return count ? (float *)mpti_arena_take(t->arenas[arena], (size_t)count * sizeof(float)) : NULL;
 }
 
 /* The 16-bit copy follows the masters. */
@@ -13390,41 +14457,15 @@ static mpt_result mpti_trainer_widen(mpt_trainer *t) {
     return rc;
 }
 
-/* After weights were set from outside. */
+/* After t->host, the scaler or the optimizer's counters were set from outside. */
 static mpt_result mpti_trainer_weights_changed(mpt_trainer *t) {
-    mpt_result rc = mpti_trainer_narrow(t);
+    mpt_result rc = mpti_on_device(t) ? mpti_device_put(t) : MPT_OK;
+
+    if (rc == MPT_OK) rc = mpti_trainer_narrow(t);
     return rc ? rc : mpti_trainer_widen(t);
 }
 
-/* ---- making a trainer ------------------------------------------------------------------------ */
-static mpt_result mpti_trainer_open_arenas(mpt_trainer *t) {
-    static const char *const purposes[MPTI_NUM_ARENAS] = {
-        "weights",     "master weights", "gradients",          "optimizer state",
-        "activations", "workspace",      "batch norm's statistics"};
-    size_t bytes[MPTI_NUM_ARENAS];
-    mpt_arena_desc d;
-    mpt_result rc = MPT_OK;
-    int i;
-
-    mpti_plan_arenas(&t->plan, bytes);
-    memset(&d, 0, sizeof d);
-    for (i = 0; i < MPTI_NUM_ARENAS && rc == MPT_OK; i++) {
-        if (bytes[i] == 0) continue;
-        d.capacity_bytes = bytes[i];
-        d.purpose = purposes[i];
-        rc = mpt_arena_create(t->ctx, &d, &t->arenas[i]);
-    }
-    if (rc != MPT_ERR_OUT_OF_MEMORY) return rc;
-    return MPTI_FAIL(&t->ctx->error, rc,
-                     "no memory for %s (%.1f MB of %.1f MB that training takes): lower the batch "
-                     "size, or raise slices",
-                     purposes[i - 1], (double)bytes[i - 1] / 1e6, (double)t->plan.total / 1e6);
-}
-
-static float *mpti_trainer_floats(mpt_trainer *t, int arena, int64_t count) { /* NULL for none */
-    return count ? (float *)mpti_arena_take(t->arenas[arena], (size_t)count * sizeof(float)) : NULL;
-}
-
+/* ---- making a trainer: placing, and putting it together -------------------------------------- */
 /* Hands out the arenas, which are exactly as large as that. */
 static void mpti_trainer_place(mpt_trainer *t) {
     int64_t params = t->model->num_params, stats = t->model->num_stats;
@@ -13446,6 +14487,11 @@ static void mpti_trainer_place(mpt_trainer *t) {
     t->inv_std = mpti_trainer_floats(t, MPTI_STATISTICS, stats / 2);
     for (i = 0; i < t->num_rows; i++)
         t->rows[i] = mpti_trainer_floats(t, MPTI_GRADIENTS, params + stats);
+    t->host.masters = t->masters;
+    t->host.first = t->first;
+    t->host.second = t->second;
+    t->host.running = t->running;
+    if (mpti_on_device(t)) mpti_device_place(t);
     t->net.masters = t->masters;
     t->net.weights = t->half ? (const void *)t->half : (const void *)t->masters;
     t->net.running = t->running;
@@ -13479,6 +14525,7 @@ MPT_API void mpt_trainer_destroy(mpt_trainer *t) {
 
     if (!t) return;
     a = &t->ctx->desc.allocator;
+    mpti_device_close(t);
     mpti_optimizer_close(&t->optimizer);
     mpti_free(a, t->parameters, sizeof *t->parameters * (size_t)t->num_parameters);
     if (t->net.layout.places != t->model->places)
@@ -13498,18 +14545,19 @@ MPT_API mpt_result mpt_trainer_create(mpt_model *m, const mpt_trainer_desc *desc
     if (!t)
         return MPTI_REPORT(m->ctx, MPT_ERR_OUT_OF_MEMORY, "no memory for a trainer");
     rc = mpti_trainer_prepare(t, m, desc, batch_size);
-    if (rc == MPT_OK) rc = mpti_trainer_open_arenas(t);
     if (rc == MPT_OK) rc = mpti_trainer_make_lists(t);
+    if (rc == MPT_OK) rc = mpti_trainer_open_arenas(t, t->optimizer.num_chunks);
     if (rc == MPT_OK) {
         mpti_trainer_place(t);
-        rc = mpti_model_init(m, t->desc.seed, t->masters, t->running);
+        mpt_loss_scaler_init(&t->scaler, &t->desc.loss_scaler);
+        rc = mpti_model_init(m, t->desc.seed, t->host.masters, t->host.running);
     }
+    if (rc == MPT_OK && mpti_on_device(t)) rc = mpti_device_open(t);
     if (rc == MPT_OK) rc = mpti_trainer_weights_changed(t);
     if (rc) {
         mpt_trainer_destroy(t);
         return mpti_report(m->ctx, rc);
     }
-    mpt_loss_scaler_init(&t->scaler, &t->desc.loss_scaler);
     t->seconds = mpti_seconds();
     *out = t;
     return MPT_OK;
@@ -13547,10 +14595,22 @@ static void mpti_trainer_begin_step(mpt_trainer *t) {
     memset(&t->stats, 0, sizeof t->stats);
 }
 
+/* The operator has said what; here is where. A custom layer says nothing. */
 static mpt_result mpti_trainer_step_failed(const mpt_trainer *t, mpt_result rc) {
-    return MPTI_FAIL(&t->ctx->error, rc, "layer %s failed on the %s backend: %s",
-                     t->model->nodes[t->net.failed].name, t->net.backend->name,
-                     mpt_result_string(rc));
+    const mpti_node *node = &t->model->nodes[t->net.failed];
+    mpt_error *err = &t->ctx->error;
+    const char *said = node->kind == MPTI_KIND_CUSTOM ? mpt_result_string(rc) : err->message;
+    const char *domain = err->native_domain;
+    char text[sizeof err->message];
+    int native = err->native_code;
+
+    snprintf(text, sizeof text, "%s", said);
+    rc = MPTI_FAIL(err, rc, "layer %s failed on the %s backend: %s", node->name,
+                   t->net.backend->name, text);
+    if (node->kind == MPTI_KIND_CUSTOM) return rc;
+    err->native_code = native;
+    err->native_domain = domain;
+    return rc;
 }
 
 /* Sets what a training pass of microbatch number `index` of a step needs. The scale divides by a
@@ -13563,6 +14623,16 @@ static void mpti_trainer_begin_pass(mpt_trainer *t, int64_t step, int64_t index)
     t->net.grad_scale = 1 / (float)((int64_t)t->batch_size * t->desc.accumulate_steps);
     t->net.loss_scale = &t->scaler.scale;
     t->net.stats = &t->stats;
+    if (!mpti_on_device(t)) return;
+    t->net.loss_scale = &t->device.state->scaler.scale;
+    t->net.stats = &t->device.state->stats;
+}
+
+static mpt_result mpti_trainer_forward_backward(mpt_trainer *t) {
+    mpt_result rc = mpti_net_forward(&t->net);
+
+    if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
+    return rc ? rc : mpti_net_backward(&t->net);
 }
 
 static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mpt_dtype dtype) {
@@ -13570,9 +14640,9 @@ static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mp
     mpt_result rc;
 
     mpti_trainer_begin_pass(t, t->step, t->microbatches);
-    rc = mpti_net_forward(&t->net, images, dtype);
-    if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
-    if (rc == MPT_OK) rc = mpti_net_backward(&t->net);
+    rc = mpti_net_input(&t->net, images, dtype);
+    if (rc == MPT_OK && t->device.can_record) rc = mpti_device_forward_backward(t);
+    else if (rc == MPT_OK) rc = mpti_trainer_forward_backward(t);
     /* weighted by records, so that sums of rows are means over all of them; of none they are NaN */
     weigh.x = t->rows[t->depth] + t->model->num_params;
     weigh.count = t->model->num_stats;
@@ -13582,7 +14652,8 @@ static mpt_result mpti_trainer_microbatch(mpt_trainer *t, const void *images, mp
     t->num_samples += t->net.num_valid;
     t->weight[t->depth++] = 1;
     t->microbatches++;
-    while (rc == MPT_OK && t->depth > 1 && t->weight[t->depth - 1] == t->weight[t->depth - 2])
+    while (rc == MPT_OK && t->depth > 1 &&
+           (t->weight[t->depth - 1] == t->weight[t->depth - 2] || mpti_on_device(t)))
         rc = mpti_trainer_merge(t);
     return rc;
 }
@@ -13668,35 +14739,44 @@ static mpt_result mpti_trainer_check_training(const mpt_trainer *t, const mpt_ba
     return mpti_trainer_check_labels(t, b, *capacity);
 }
 
-/* Points the net at n records from slot on. Returns their pictures. */
-static const void *mpti_trainer_point(mpt_trainer *t, const mpt_batch *b, int64_t slot, int64_t n) {
+/* Points the net at n records from slot on, and *images at their pictures. */
+static mpt_result mpti_trainer_point(mpt_trainer *t, const mpt_batch *b, int64_t slot, int64_t n,
+                                     const void **images) {
     size_t picture = (size_t)mpti_node_elements(&t->model->nodes[MPT_INPUT]) *
                      mpt_dtype_size(b->images.dtype);
 
     t->net.num_valid = (int)n;
     t->net.labels = b->labels.data ? (const int32_t *)b->labels.data + slot : NULL;
     t->net.sample_ids = b->sample_ids ? b->sample_ids + slot : NULL;
-    return (const uint8_t *)b->images.data + picture * (size_t)slot;
+    *images = (const uint8_t *)b->images.data + picture * (size_t)slot;
+    return mpti_on_device(t) ? mpti_device_stage(t, picture, images) : MPT_OK;
 }
 
 /* The same for microbatch number i of a batch: a slice of a lane. */
-static const void *mpti_trainer_slice(mpt_trainer *t, const mpt_batch *b, int64_t i) {
+static mpt_result mpti_trainer_slice(mpt_trainer *t, const mpt_batch *b, int64_t i,
+                                     const void **images) {
     int64_t lane = i / t->desc.slices, first = i % t->desc.slices * t->net.capacity;
     int64_t n = mpti_lane_valid(b, lane, t->batch_size) - first;
 
     n = n < 0 ? 0 : n < t->net.capacity ? n : t->net.capacity;
-    return mpti_trainer_point(t, b, lane * t->batch_size + first, n);
+    return mpti_trainer_point(t, b, lane * t->batch_size + first, n, images);
 }
 
 MPT_API mpt_result mpt_trainer_accumulate(mpt_trainer *t, const mpt_batch *batch) {
+    const void *images;
     int64_t capacity, i;
     mpt_result rc;
 
     if (!t || !batch) return MPT_ERR_INVALID_ARGUMENT;
     rc = mpti_trainer_check_training(t, batch, &capacity);
-    for (i = 0; i < mpti_lane_count(batch) * t->desc.slices && rc == MPT_OK; i++)
-        rc = mpti_trainer_microbatch(t, mpti_trainer_slice(t, batch, i), batch->images.dtype);
-    if (rc && i > 0) mpti_trainer_begin_step(t); /* half a batch is worth nothing */
+    for (i = 0; i < mpti_lane_count(batch) * t->desc.slices && rc == MPT_OK; i++) {
+        rc = mpti_trainer_slice(t, batch, i, &images);
+        if (rc == MPT_OK) rc = mpti_trainer_microbatch(t, images, batch->images.dtype);
+    }
+    if (rc && i > 0) { /* half a batch is worth nothing */
+        mpti_trainer_begin_step(t);
+        if (mpti_on_device(t)) mpti_device_begin_step(t);
+    }
     return mpti_report(t->ctx, rc);
 }
 
@@ -13711,12 +14791,15 @@ typedef struct mpti_update { /* what the lines of mpt_trainer_apply tell each ot
     mpti_params params;
 } mpti_update;
 
+static mpt_result mpti_trainer_no_record(const mpt_trainer *t) {
+    return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
+                     "mpt_trainer_apply: no record was accumulated");
+}
+
 static mpt_result mpti_trainer_begin_update(mpt_trainer *t, mpti_update *u) {
     double fitting = (double)t->batch_size * t->desc.accumulate_steps;
 
-    if (t->num_samples == 0)
-        return MPTI_FAIL(&t->ctx->error, MPT_ERR_INVALID_STATE,
-                         "mpt_trainer_apply: no record was accumulated");
+    if (t->num_samples == 0) return mpti_trainer_no_record(t);
     memset(u, 0, sizeof *u);
     u->scale = t->scaler.scale;
     u->unscale = (float)(fitting / ((double)u->scale * (double)t->num_samples));
@@ -13755,16 +14838,21 @@ static void mpti_trainer_update_statistics(mpt_trainer *t, const mpti_update *u)
     }
 }
 
-/* Names the first inf or NaN in the summed row, for the message that ends a run. */
-static mpt_result mpti_trainer_stuck(const mpt_trainer *t) {
+static int64_t mpti_trainer_first_nonfinite(const mpt_trainer *t) { /* in the summed row */
+    int64_t i = 0, end = t->model->num_params + t->model->num_stats;
+
+    while (i < end && mpti_is_finite(t->rows[0][i])) i++;
+    return i;
+}
+
+/* Names element i of the summed row, the first inf or NaN, in the message that ends a run. */
+static mpt_result mpti_trainer_stuck(const mpt_trainer *t, int64_t i) {
     const mpt_model *m = t->model;
     const char *name = "?";
-    int64_t i = 0, element = 0;
-    bool gradient;
+    int64_t element = 0;
+    bool gradient = i < m->num_params;
     int v;
 
-    while (i < m->num_params + m->num_stats && mpti_is_finite(t->rows[0][i])) i++;
-    gradient = i < m->num_params;
     for (v = 1; v < m->num_nodes; v++) {
         const mpti_node *node = &m->nodes[v];
         int64_t first = gradient ? node->param_offset : m->num_params + node->stat_offset;
@@ -13827,15 +14915,18 @@ static void mpti_trainer_report(mpt_trainer *t, const mpti_update *u, mpt_step_r
     t->seconds = now;
 }
 
+
 /* One optimizer step in nine lines. The order is the point of them: gradients of all lanes first
    meet, then one look at the sum decides for all ranks alike; they are unscaled before clipping,
    weight decay and momentum see them, with the scale of their own backward pass; and a skipped step
-   leaves weights, moments and statistics as they were, to the bit. */
+   leaves weights, moments and statistics as they were, to the bit. On a device >>update of
+   kernels.cu has the same lines. */
 MPT_API mpt_result mpt_trainer_apply(mpt_trainer *t, mpt_step_report *out) {
     mpti_update u;
     mpt_result rc;
 
     if (!t || !out) return MPT_ERR_INVALID_ARGUMENT;
+    if (mpti_on_device(t)) return mpti_report(t->ctx, mpti_device_apply(t, out));
     rc = mpti_trainer_begin_update(t, &u);                 /* >>train:  whose scale, how many */
     if (!rc) rc = mpti_trainer_reduce(t);                  /* >>train:  rows meet in one sum */
     if (!rc) rc = mpti_trainer_check_gradients(t, &u);     /* >>optim:  inf or NaN? the norm */
@@ -13844,7 +14935,8 @@ MPT_API mpt_result mpt_trainer_apply(mpt_trainer *t, mpt_step_report *out) {
     if (!rc) rc = mpti_trainer_update_weights(t, &u);      /* >>optim:  unscale ... update */
     if (!rc) mpti_trainer_update_statistics(t, &u);        /* >>layers: batch norm's memory */
     if (!rc) mpti_trainer_report(t, &u, out);              /* >>train:  what happened */
-    if (!rc && mpt_loss_scaler_is_stuck(&t->scaler)) rc = mpti_trainer_stuck(t); /* >>scaler */
+    if (!rc && mpt_loss_scaler_is_stuck(&t->scaler))       /* >>scaler: no hope? */
+        rc = mpti_trainer_stuck(t, mpti_trainer_first_nonfinite(t));
     mpti_trainer_begin_step(t);
     return mpti_report(t->ctx, rc);
 }
@@ -13863,6 +14955,10 @@ MPT_API mpt_result mpt_trainer_step(mpt_trainer *t, const mpt_batch *batch, mpt_
 
 MPT_API mpt_result mpt_trainer_sync(mpt_trainer *t, mpt_step_report *out) {
     if (!t || !out) return MPT_ERR_INVALID_ARGUMENT;
+    if (mpti_on_device(t)) {
+        mpt_result rc = mpti_device_sync(t);
+        if (rc) return mpti_report(t->ctx, rc);
+    }
     if (t->last.step == 0)
         return MPTI_REPORT(t->ctx, MPT_ERR_INVALID_STATE,
                            "mpt_trainer_sync: no step has been taken yet");
@@ -13883,20 +14979,122 @@ MPT_API mpt_trainer_info mpt_trainer_get_info(const mpt_trainer *t) {
     return info;
 }
 
+/* =================================================================================================
+ * >>evaluate   12.2 Beside training: evaluation, prediction, the autopsy of a skipped step
+ * =================================================================================================
+ *
+ * Problem: a trainer has a whole network at work; one also wants to ask it what it knows, and why
+ *          a step went wrong.
+ * Idea:    the same forward pass in inference mode; and the same step once more, with a look at
+ *          each tensor as it comes.
+ * Shapes:  probabilities (records, classes) FP32
+ * Tested:  tests/test_evaluate.c, test_skip.c
+ * Next:    >>device, the same where the host must not wait.
+ */
+
+/* ---- evaluation ------------------------------------------------------------------------------ */
+
+/* Forward in inference mode over n records of one lane, piece by piece. */
+static mpt_result mpti_trainer_infer(mpt_trainer *t, const mpt_batch *b, int64_t first, int64_t n,
+                                     float *probabilities, mpt_softmax_stats *stats) {
+    int classes = t->model->nodes[t->model->logits].c;
+    bool on_device = mpti_on_device(t);
+    int64_t at, piece;
+    mpt_result rc = on_device ? mpti_device_clear_evaluation(t) : MPT_OK;
+
+    t->net.training = false;
+    t->net.stats = on_device ? t->device.evaluation : stats;
+    for (at = 0; at < n && rc == MPT_OK; at += piece) {
+        float *out = probabilities ? probabilities + at * classes : NULL;
+        const void *images;
+        piece = n - at < t->net.capacity ? n - at : t->net.capacity;
+        t->net.probabilities = out && on_device ? t->device.probabilities : out;
+        rc = mpti_trainer_point(t, b, first + at, piece, &images);
+        if (rc == MPT_OK) rc = mpti_net_input(&t->net, images, b->images.dtype);
+        if (rc == MPT_OK) rc = mpti_net_forward(&t->net);
+        if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
+        if (rc == MPT_OK && out && on_device)
+            rc = t->net.backend->download(t->net.self, out, t->device.probabilities,
+                                          sizeof *out * (size_t)(piece * classes));
+    }
+    if (rc == MPT_OK && on_device) rc = mpti_device_add_evaluation(t, stats);
+    t->net.probabilities = NULL;
+    return rc ? mpti_trainer_step_failed(t, rc) : MPT_OK;
+}
+
+static mpt_result mpti_trainer_evaluate_batch(mpt_trainer *t, const mpt_batch *b, mpt_metrics *m,
+                                              mpt_softmax_stats *stats) {
+    int64_t lane, capacity, valid;
+    mpt_result rc = mpti_trainer_check_batch(t, b, &capacity);
+
+    if (rc == MPT_OK) rc = mpti_trainer_check_labels(t, b, capacity);
+    for (lane = 0; lane < mpti_lane_count(b) && rc == MPT_OK; lane++) {
+        valid = mpti_lane_valid(b, lane, capacity);
+        rc = mpti_trainer_infer(t, b, lane * capacity, valid, NULL, stats);
+        m->num_samples += valid;
+    }
+    return rc;
+}
+
+MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out) {
+    mpt_softmax_stats stats;
+    mpt_metrics m;
+    mpt_batch b;
+    mpt_result rc = MPT_OK;
+
+    if (!t || !data || !out) return MPT_ERR_INVALID_ARGUMENT;
+    memset(&stats, 0, sizeof stats);
+    memset(&m, 0, sizeof m);
+    while (rc == MPT_OK && (rc = mpt_loader_next(data, &b)) == MPT_OK)
+        rc = mpti_trainer_evaluate_batch(t, &b, &m, &stats);
+    if (rc != MPT_END) return mpti_report(t->ctx, rc);
+    m.num_correct = stats.num_correct;
+    m.num_correct_top5 = stats.num_correct_top5;
+    m.loss = m.num_samples ? stats.loss / (double)m.num_samples : 0;
+    *out = m;
+    return MPT_OK;
+}
+
+MPT_API mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch, float *probabilities) {
+    mpt_softmax_stats ignored;
+    mpt_batch pictures;
+    int64_t capacity;
+    mpt_result rc;
+
+    if (!t || !batch || !probabilities) return MPT_ERR_INVALID_ARGUMENT;
+    memset(&ignored, 0, sizeof ignored);
+    pictures = *batch;
+    pictures.labels.data = NULL;
+    rc = mpti_trainer_check_batch(t, &pictures, &capacity);
+    if (rc == MPT_OK)
+        rc = mpti_trainer_infer(t, &pictures, 0, mpti_lane_valid(batch, 0, capacity),
+                                probabilities, &ignored);
+    return mpti_report(t->ctx, rc);
+}
+
 /* ---- the autopsy of a skipped step --------------------------------------------------------------
    The step runs once more, and after each layer its tensors are looked at. Weights have not changed
    since, so all numbers are the same; gradients go to a row that the next step overwrites. */
 static mpt_result mpti_overflow_look(mpti_net *net, int v, const char *tensor, const void *data,
                                      int64_t count, mpt_dtype dtype, mpt_overflow *out) {
+    const mpt_allocator *a = &net->model->ctx->desc.allocator;
+    size_t bytes = (size_t)count * mpt_dtype_size(dtype);
+    void *copy = NULL;
     mpt_tensor t;
-    mpt_result rc;
+    mpt_result rc = MPT_OK;
 
     memset(&t, 0, sizeof t);
     t.data = (void *)(uintptr_t)data;
     t.dims[0] = count;
     t.num_dims = 1;
     t.dtype = dtype;
-    rc = mpt_tensor_autopsy(&t, out->scale, net->operand, &out->values);
+    if (net->backend->download) {
+        t.data = copy = mpti_alloc(a, bytes);
+        if (!copy) return MPTI_NO_MEMORY(&net->model->ctx->error, "no memory to look at a tensor");
+        rc = net->backend->download(net->self, copy, data, bytes);
+    }
+    if (rc == MPT_OK) rc = mpt_tensor_autopsy(&t, out->scale, net->operand, &out->values);
+    mpti_free(a, copy, bytes);
     if (rc || out->values.first_bad < 0) return rc;
     if (!strcmp(tensor, "output")) out->values.largest_scale = 0; /* no scale is in it */
     out->found = 1;
@@ -13966,12 +15164,13 @@ static mpt_result mpti_trainer_find_overflow(mpt_trainer *t, const mpt_batch *b,
     memset(out, 0, sizeof *out);
     out->scale = scale;
     for (i = 0; i < mpti_lane_count(b) * t->desc.slices && rc == MPT_OK && !out->found; i++) {
-        const void *images = mpti_trainer_slice(t, b, i);
+        const void *images;
         mpti_trainer_begin_pass(t, t->step - 1, i);
         t->net.grad_scale *= scale;
         t->net.loss_scale = NULL;
-        t->net.stats = &ignored;
-        rc = mpti_overflow_forward(&t->net, images, b->images.dtype, out);
+        t->net.stats = mpti_on_device(t) ? t->device.evaluation : &ignored;
+        rc = mpti_trainer_slice(t, b, i, &images);
+        if (rc == MPT_OK) rc = mpti_overflow_forward(&t->net, images, b->images.dtype, out);
         if (rc == MPT_OK && !out->found) rc = mpti_overflow_backward(&t->net, out);
         if (rc) rc = mpti_trainer_step_failed(t, rc);
     }
@@ -14001,6 +15200,9 @@ MPT_API mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch, m
     mpt_result rc;
 
     if (!t || !batch || !out) return MPT_ERR_INVALID_ARGUMENT;
+    rc = mpti_on_device(t) ? mpti_device_sync(t) : MPT_OK;
+    if (rc == MPT_ERR_INVALID_STATE) rc = MPT_OK; /* stuck: that is what is asked about */
+    if (rc) return mpti_report(t->ctx, rc);
     if (!t->last.skipped || t->microbatches > 0)
         return MPTI_REPORT(t->ctx, MPT_ERR_INVALID_STATE,
                            "mpt_trainer_autopsy: the last step was not skipped, "
@@ -14013,81 +15215,360 @@ MPT_API mpt_result mpt_trainer_autopsy(mpt_trainer *t, const mpt_batch *batch, m
     return mpti_report(t->ctx, rc);
 }
 
-/* ---- evaluation ------------------------------------------------------------------------------ */
+/* =================================================================================================
+ * >>device   12.3 A trainer on a device: its memory, staging, recordings, reports
+ * =================================================================================================
+ *
+ * Problem: a host that waits to learn whether a step's gradients were finite leaves the device
+ *          idle, once in every step.
+ * Idea:    what decides a step lies on the device (mpt_step_state); the host begins steps and reads
+ *          the report of the one before. What is learned has a mirror on the host, filled when
+ *          somebody asks and uploaded when it was set. The launches of a pass are recorded once.
+ * Shapes:  host    | begin 1 | begin 2, read report 1 | begin 3, read report 2 | ...
+ *          device            | step 1          | step 2          | step 3
+ *          staged microbatch: pictures | labels (n) I32 | sample ids (n) U64
+ * Tested:  tests/cuda/test_cuda_training.c
+ * Next:    >>safetensors, in which what was learned is kept.
+ */
 
-/* Forward in inference mode over n records of one lane, piece by piece. */
-static mpt_result mpti_trainer_infer(mpt_trainer *t, const mpt_batch *b, int64_t first, int64_t n,
-                                     float *probabilities, mpt_softmax_stats *stats) {
-    int classes = t->model->nodes[t->model->logits].c;
-    int64_t at, piece;
-    mpt_result rc = MPT_OK;
+/* ---- memory ---------------------------------------------------------------------------------- */
+/* Those of a device, which together with four staged microbatches (two slots, there and on the
+   host) are the plan's staging. */
+static void mpti_device_plan(const mpt_trainer *t, int64_t num_chunks,
+                             size_t bytes[MPTI_NUM_ARENAS]) {
+    const mpt_model *m = t->model;
+    size_t params = mpti_align((size_t)m->num_params * sizeof(float));
+    size_t stats = mpti_align((size_t)m->num_stats * sizeof(float));
+    size_t segments = (size_t)t->num_parameters, records = (size_t)t->net.capacity;
+    size_t classes = (size_t)m->nodes[m->logits].c;
 
-    t->net.training = false;
-    t->net.stats = stats;
-    for (at = 0; at < n && rc == MPT_OK; at += piece) {
-        const void *images;
-        piece = n - at < t->net.capacity ? n - at : t->net.capacity;
-        images = mpti_trainer_point(t, b, first + at, piece);
-        t->net.probabilities = probabilities ? probabilities + at * classes : NULL;
-        rc = mpti_net_forward(&t->net, images, b->images.dtype);
-        if (rc == MPT_OK) rc = mpti_net_loss(&t->net);
-    }
-    t->net.probabilities = NULL;
-    return rc ? mpti_trainer_step_failed(t, rc) : MPT_OK;
+    if (!mpti_on_device(t)) return;
+    bytes[MPTI_DECISIONS] =
+        mpti_align(sizeof(mpt_step_state)) + mpti_align(sizeof(mpt_softmax_stats)) +
+        mpti_align(records * classes * sizeof(float)) + mpti_align(records * sizeof(int32_t)) +
+        stats + mpti_align(segments * sizeof(float)) +
+        mpti_align((size_t)num_chunks * 2 * sizeof(double)) +
+        mpti_align((size_t)num_chunks * sizeof(mpt_update_chunk)) +
+        mpti_align(segments * sizeof(mpt_update_segment));
+    bytes[MPTI_MIRROR] =
+        params * (1 + (size_t)mpti_optimizer_state_count(t->desc.optimizer.kind)) + stats;
 }
 
-static mpt_result mpti_trainer_evaluate_batch(mpt_trainer *t, const mpt_batch *b, mpt_metrics *m,
-                                              mpt_softmax_stats *stats) {
-    int64_t lane, capacity, valid;
-    mpt_result rc = mpti_trainer_check_batch(t, b, &capacity);
+/* Pictures of four bytes a number are the largest, then labels and ids. */
+static size_t mpti_device_slot_bytes(const mpt_trainer *t) {
+    size_t records = (size_t)t->net.capacity;
+    size_t picture = (size_t)mpti_node_elements(&t->model->nodes[MPT_INPUT]) * sizeof(float);
 
-    if (rc == MPT_OK) rc = mpti_trainer_check_labels(t, b, capacity);
-    for (lane = 0; lane < mpti_lane_count(b) && rc == MPT_OK; lane++) {
-        valid = mpti_lane_valid(b, lane, capacity);
-        rc = mpti_trainer_infer(t, b, lane * capacity, valid, NULL, stats);
-        m->num_samples += valid;
+    if (!mpti_on_device(t)) return 0;
+    return mpti_align(records * picture) + mpti_align(records * sizeof(int32_t)) +
+           mpti_align(records * sizeof(uint64_t));
+}
+
+static void *mpti_device_take(mpt_trainer *t, size_t bytes) {
+    return mpti_arena_take(t->arenas[MPTI_DECISIONS], bytes);
+}
+
+/* Hands out both arenas, exactly as mpti_device_plan counted. */
+static void mpti_device_place(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    mpti_device *d = &t->device;
+    size_t records = (size_t)t->net.capacity, segments = (size_t)t->num_parameters;
+    size_t chunks = (size_t)t->optimizer.num_chunks;
+    int64_t params = m->num_params;
+
+    d->state = (mpt_step_state *)mpti_device_take(t, sizeof *d->state);
+    d->evaluation = (mpt_softmax_stats *)mpti_device_take(t, sizeof *d->evaluation);
+    d->probabilities = (float *)mpti_device_take(
+        t, records * (size_t)m->nodes[m->logits].c * sizeof(float));
+    d->labels = (int32_t *)mpti_device_take(t, records * sizeof(int32_t));
+    d->momentum = (float *)mpti_device_take(t, (size_t)m->num_stats * sizeof(float));
+    d->ratios = (float *)mpti_device_take(t, segments * sizeof(float));
+    d->sums = (double *)mpti_device_take(t, chunks * 2 * sizeof(double));
+    d->chunks = (mpt_update_chunk *)mpti_device_take(t, chunks * sizeof *d->chunks);
+    d->segments = (mpt_update_segment *)mpti_device_take(t, segments * sizeof *d->segments);
+    t->host.masters = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    if (t->first) t->host.first = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    if (t->second) t->host.second = mpti_trainer_floats(t, MPTI_MIRROR, params);
+    t->host.running = mpti_trainer_floats(t, MPTI_MIRROR, m->num_stats);
+}
+
+/* The lists of the update, in one piece of host memory each before they go there. */
+static mpt_result mpti_device_put_chunks(mpt_trainer *t) {
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    const mpti_optimizer *o = &t->optimizer;
+    size_t bytes = sizeof(mpt_update_chunk) * (size_t)o->num_chunks;
+    mpt_update_chunk *list = (mpt_update_chunk *)mpti_calloc(a, 1, bytes);
+    mpt_result rc;
+    int64_t i;
+
+    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
+    for (i = 0; i < o->num_chunks; i++) {
+        list[i].offset = (int64_t)o->chunks[i].offset;
+        list[i].count = (int)o->chunks[i].count;
+        list[i].segment = (int)o->chunks[i].segment;
+    }
+    rc = t->net.backend->upload(t->net.self, t->device.chunks, list, bytes);
+    mpti_free(a, list, bytes);
+    return rc;
+}
+
+static mpt_result mpti_device_put_segments(mpt_trainer *t) {
+    const mpt_allocator *a = &t->ctx->desc.allocator;
+    size_t bytes = sizeof(mpt_update_segment) * (size_t)t->num_parameters;
+    mpt_update_segment *list = (mpt_update_segment *)mpti_calloc(a, 1, bytes);
+    int64_t i, chunk = 0;
+    mpt_result rc;
+
+    if (!list) return MPTI_NO_MEMORY(&t->ctx->error, "no memory for a trainer");
+    for (i = 0; i < t->num_parameters; i++) {
+        list[i].first_chunk = chunk;
+        list[i].num_chunks = mpti_parameter_chunks(t->parameters[i].count);
+        list[i].decays = t->parameters[i].decays;
+        list[i].adapts = t->parameters[i].adapts;
+        chunk += list[i].num_chunks;
+    }
+    rc = t->net.backend->upload(t->net.self, t->device.segments, list, bytes);
+    mpti_free(a, list, bytes);
+    return rc;
+}
+
+static mpt_result mpti_device_put_momentum(mpt_trainer *t) {
+    const mpt_model *m = t->model;
+    mpt_result rc = MPT_OK;
+    mpt_fill_args a;
+    int v;
+
+    a.dtype = MPT_F32;
+    for (v = 1; v < m->num_nodes && rc == MPT_OK; v++) {
+        if (m->nodes[v].kind != MPTI_KIND_BATCHNORM) continue;
+        a.dst = t->device.momentum + m->nodes[v].stat_offset;
+        a.count = 2 * m->nodes[v].c;
+        a.value = m->nodes[v].momentum;
+        rc = t->net.backend->fill(t->net.self, &a);
     }
     return rc;
 }
 
-MPT_API mpt_result mpt_evaluate(mpt_trainer *t, mpt_loader *data, mpt_metrics *out) {
-    mpt_softmax_stats stats;
-    mpt_metrics m;
-    mpt_batch b;
-    mpt_result rc = MPT_OK;
+static mpt_result mpti_device_open(mpt_trainer *t) {
+    mpt_result rc = t->net.backend->stage_reserve(t->net.self, t->device.slot_bytes);
 
-    if (!t || !data || !out) return MPT_ERR_INVALID_ARGUMENT;
-    memset(&stats, 0, sizeof stats);
-    memset(&m, 0, sizeof m);
-    while (rc == MPT_OK && (rc = mpt_loader_next(data, &b)) == MPT_OK)
-        rc = mpti_trainer_evaluate_batch(t, &b, &m, &stats);
-    if (rc != MPT_END) return mpti_report(t->ctx, rc);
-    m.num_correct = stats.num_correct;
-    m.num_correct_top5 = stats.num_correct_top5;
-    m.loss = m.num_samples ? stats.loss / (double)m.num_samples : 0;
-    *out = m;
+    if (rc == MPT_OK) rc = mpti_device_put_chunks(t);
+    if (rc == MPT_OK) rc = mpti_device_put_segments(t);
+    return rc ? rc : mpti_device_put_momentum(t);
+}
+
+static void mpti_device_close(mpt_trainer *t) {
+    int i;
+
+    for (i = 0; i < MPTI_RECORDINGS; i++)
+        if (t->device.recordings[i])
+            t->net.backend->forget(t->net.self, t->device.recordings[i]);
+}
+
+/* ---- what is learned, there and here --------------------------------------------------------- */
+/* Each row of what is learned to its mirror, or back. */
+static mpt_result mpti_device_move(mpt_trainer *t, float *there, float *here, int64_t count,
+                                   bool fetch) {
+    size_t bytes = (size_t)count * sizeof(float);
+
+    if (!here || count == 0) return MPT_OK;
+    return fetch ? t->net.backend->download(t->net.self, here, there, bytes)
+                 : t->net.backend->upload(t->net.self, there, here, bytes);
+}
+
+static mpt_result mpti_device_move_learned(mpt_trainer *t, bool fetch) {
+    int64_t params = t->model->num_params;
+    mpt_result rc = mpti_device_move(t, t->masters, t->host.masters, params, fetch);
+
+    if (rc == MPT_OK) rc = mpti_device_move(t, t->first, t->host.first, params, fetch);
+    if (rc == MPT_OK) rc = mpti_device_move(t, t->second, t->host.second, params, fetch);
+    if (rc) return rc;
+    return mpti_device_move(t, t->running, t->host.running, t->model->num_stats, fetch);
+}
+
+/* Sets all that a step goes on from: t->host, the scaler, the optimizer's counters. */
+static mpt_result mpti_device_put(mpt_trainer *t) {
+    mpt_step_state s;
+    mpt_result rc = mpti_device_move_learned(t, false);
+
+    memset(&s, 0, sizeof s);
+    s.scaler = t->scaler;
+    s.applied_steps = t->optimizer.applied_steps;
+    s.beta1_power = t->optimizer.beta1_power;
+    s.beta2_power = t->optimizer.beta2_power;
+    s.first_nonfinite = -1;
+    return rc ? rc : t->net.backend->upload(t->net.self, t->device.state, &s, sizeof s);
+}
+
+/* ---- a pass ---------------------------------------------------------------------------------- */
+/* The records that the net was pointed at go there. Labels get a place that never changes, for
+   recorded operators. */
+static mpt_result mpti_device_stage(mpt_trainer *t, size_t picture, const void **images) {
+    const mpt_backend *b = t->net.backend;
+    size_t n = (size_t)t->net.num_valid, labels_at = mpti_align(n * picture);
+    size_t ids_at = labels_at + mpti_align(n * sizeof(int32_t));
+    size_t bytes = ids_at + n * sizeof(uint64_t);
+    mpt_copy_args copy;
+    void *host, *there;
+    mpt_result rc = b->stage_begin(t->net.self, &host);
+
+    if (rc) return rc;
+    memcpy(host, *images, n * picture);
+    if (t->net.labels)
+        memcpy((uint8_t *)host + labels_at, t->net.labels, n * sizeof(int32_t));
+    if (t->net.sample_ids)
+        memcpy((uint8_t *)host + ids_at, t->net.sample_ids, n * sizeof(uint64_t));
+    rc = b->stage_end(t->net.self, bytes, &there);
+    if (rc) return rc;
+    *images = there;
+    if (t->net.sample_ids) t->net.sample_ids = (const uint64_t *)((uint8_t *)there + ids_at);
+    if (!t->net.labels) return MPT_OK;
+    copy.src = (const uint8_t *)there + labels_at;
+    copy.dst = t->device.labels;
+    copy.bytes = n * sizeof(int32_t);
+    t->net.labels = t->device.labels;
+    return b->copy(t->net.self, &copy);
+}
+
+/* Forward and backward; full microbatches behind the first step are recorded once and replayed. */
+static mpt_result mpti_device_forward_backward(mpt_trainer *t) {
+    const mpt_backend *b = t->net.backend;
+    void **recording = &t->device.recordings[t->depth];
+    mpt_result rc, ended;
+
+    if (t->step == 0 || t->net.num_valid != t->net.capacity)
+        return mpti_trainer_forward_backward(t);
+    if (!*recording) {
+        rc = b->record_begin(t->net.self);
+        if (rc) return rc;
+        rc = mpti_trainer_forward_backward(t);
+        ended = b->record_end(t->net.self, recording);
+        if (rc || ended) return rc ? rc : ended;
+    }
+    return b->replay(t->net.self, *recording);
+}
+
+/* Losses of microbatches that failed don't count. The update clears those of a step by itself. */
+static void mpti_device_begin_step(mpt_trainer *t) {
+    mpt_fill_args zeros;
+
+    zeros.dst = &t->device.state->stats;
+    zeros.count = (int64_t)(sizeof t->device.state->stats / sizeof(float));
+    zeros.value = 0;
+    zeros.dtype = MPT_F32;
+    (void)t->net.backend->fill(t->net.self, &zeros); /* where it fails, the next call does too */
+}
+
+static mpt_result mpti_device_clear_evaluation(mpt_trainer *t) {
+    mpt_softmax_stats zeros;
+
+    memset(&zeros, 0, sizeof zeros);
+    return t->net.backend->upload(t->net.self, t->device.evaluation, &zeros, sizeof zeros);
+}
+
+static mpt_result mpti_device_add_evaluation(mpt_trainer *t, mpt_softmax_stats *stats) {
+    mpt_softmax_stats s;
+    mpt_result rc = t->net.backend->download(t->net.self, &s, t->device.evaluation, sizeof s);
+
+    if (rc) return rc;
+    stats->loss += s.loss;
+    stats->num_labeled += s.num_labeled;
+    stats->num_correct += s.num_correct;
+    stats->num_correct_top5 += s.num_correct_top5;
     return MPT_OK;
 }
 
-MPT_API mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batch, float *probabilities) {
-    mpt_softmax_stats ignored;
-    mpt_batch pictures;
-    int64_t capacity;
+/* ---- a step ---------------------------------------------------------------------------------- */
+/* Reads the report of one step, and what the host has to know of its outcome. */
+static mpt_result mpti_device_report(mpt_trainer *t, int64_t step) {
+    double now;
+    mpt_step_state s;
+    mpt_result rc = t->net.backend->update_wait(t->net.self, step, &s);
+
+    if (rc) return rc;
+    now = mpti_seconds();
+    t->last = s.report;
+    t->last.seconds = now - t->seconds;
+    t->seconds = now;
+    t->scaler = s.scaler;
+    t->optimizer.applied_steps = s.applied_steps;
+    t->optimizer.beta1_power = s.beta1_power;
+    t->optimizer.beta2_power = s.beta2_power;
+    t->device.reported = step;
+    if (!mpt_loss_scaler_is_stuck(&t->scaler)) return MPT_OK;
+    return mpti_trainer_stuck(t, s.first_nonfinite);
+}
+
+static mpt_result mpti_device_sync(mpt_trainer *t) {
+    mpt_result rc = MPT_OK;
+
+    while (rc == MPT_OK && t->device.reported < t->step)
+        rc = mpti_device_report(t, t->device.reported + 1);
+    return rc;
+}
+
+/* Makes t->host, the scaler and the counters what they are after the last step. */
+static mpt_result mpti_trainer_fetch(mpt_trainer *t) {
     mpt_result rc;
 
-    if (!t || !batch || !probabilities) return MPT_ERR_INVALID_ARGUMENT;
-    memset(&ignored, 0, sizeof ignored);
-    pictures = *batch;
-    pictures.labels.data = NULL;
-    rc = mpti_trainer_check_batch(t, &pictures, &capacity);
-    if (rc == MPT_OK)
-        rc = mpti_trainer_infer(t, &pictures, 0, mpti_lane_valid(batch, 0, capacity),
-                                probabilities, &ignored);
-    return mpti_report(t->ctx, rc);
+    if (!mpti_on_device(t)) return MPT_OK;
+    rc = mpti_device_sync(t);
+    if (rc == MPT_ERR_INVALID_STATE) rc = MPT_OK; /* stuck, but what was learned is there */
+    return rc ? rc : mpti_device_move_learned(t, true);
+}
+
+static void mpti_device_update_args(const mpt_trainer *t, mpt_update_args *a) {
+    const mpti_device *d = &t->device;
+    int i;
+
+    memset(a, 0, sizeof *a);
+    a->state = d->state;
+    a->weights = t->masters;
+    a->row = t->rows[0];
+    a->first = t->first;
+    a->second = t->second;
+    a->half = t->half;
+    a->half_dtype = t->net.operand;
+    a->running = t->running;
+    a->momentum = d->momentum;
+    a->chunks = d->chunks;
+    a->segments = d->segments;
+    a->sums = d->sums;
+    a->ratios = d->ratios;
+    a->num_params = t->model->num_params;
+    a->num_stats = t->model->num_stats;
+    a->num_chunks = t->optimizer.num_chunks;
+    a->num_segments = t->num_parameters;
+    a->optimizer = t->desc.optimizer;
+    a->step = t->step;
+    a->num_samples = t->num_samples;
+    a->fitting = (double)t->batch_size * t->desc.accumulate_steps;
+    a->first_applied = t->optimizer.applied_steps;
+    for (i = 0; i < (int)(sizeof a->rates / sizeof a->rates[0]); i++)
+        a->rates[i] = mpt_schedule_rate(&t->desc.schedule, t->desc.optimizer.learning_rate,
+                                        a->first_applied + i, t->desc.total_steps);
+}
+
+/* The lines of mpt_trainer_apply, begun on the device. At most two steps are under way, so the
+   learning rate is one of the next two; the report is that of the step before. */
+static mpt_result mpti_device_apply(mpt_trainer *t, mpt_step_report *out) {
+    mpt_update_args a;
+    mpt_result rc;
+
+    if (t->num_samples == 0) return mpti_trainer_no_record(t);
+    t->step++;
+    mpti_device_update_args(t, &a);
+    rc = t->net.backend->update(t->net.self, &a);
+    if (rc == MPT_OK) rc = mpti_trainer_widen(t);
+    mpti_trainer_begin_step(t);
+    while (rc == MPT_OK && t->device.reported < t->step - 1)
+        rc = mpti_device_report(t, t->device.reported + 1);
+    *out = t->last;
+    return rc;
 }
 
 /* =================================================================================================
- * >>safetensors   12.2 Files of tensors: SHA-256, JSON, safetensors
+ * >>safetensors   12.4 Files of tensors: SHA-256, JSON, safetensors
  * =================================================================================================
  * Problem: a run has to survive its process, weights have to be read by tools not written yet, and
  *          a file that comes from elsewhere may be anything.
@@ -14920,7 +16401,7 @@ MPT_API mpt_result mpt_safetensors_writer_finish(mpt_safetensors_writer *w) {
 }
 
 /* =================================================================================================
- * >>state   12.3 State: hash, export and import, checkpoints
+ * >>state   12.5 State: hash, export and import, checkpoints
  * =================================================================================================
  *
  * Problem: a run has to go on where it stopped, to the bit, and what it learned has to be readable
@@ -14944,11 +16425,14 @@ static void mpti_sha256_floats(mpti_sha256 *s, const float *x, int64_t n) {
 
 MPT_API mpt_result mpt_trainer_sha256(mpt_trainer *t, char hex[65]) {
     mpti_sha256 s;
+    mpt_result rc;
 
     if (!t || !hex) return MPT_ERR_INVALID_ARGUMENT;
+    rc = mpti_trainer_fetch(t);
+    if (rc) return mpti_report(t->ctx, rc);
     mpti_sha256_init(&s);
-    mpti_sha256_floats(&s, t->masters, t->model->num_params);
-    mpti_sha256_floats(&s, t->running,
+    mpti_sha256_floats(&s, t->host.masters, t->model->num_params);
+    mpti_sha256_floats(&s, t->host.running,
                        t->model->num_stats); /* mean and var of each, in model order */
     mpti_sha256_finish(&s, hex);
     return MPT_OK;
@@ -14989,10 +16473,10 @@ static bool mpti_torch_tensor(const mpt_trainer *t, int v, mpti_torch_part part,
     out->num_dims = 1;
     out->dims[0] = out->count = out->channels = node->c;
     if (part >= MPTI_TORCH_MEAN) {
-        out->data = t->running + node->stat_offset + (part == MPTI_TORCH_VAR ? node->c : 0);
+        out->data = t->host.running + node->stat_offset + (part == MPTI_TORCH_VAR ? node->c : 0);
         return true;
     }
-    out->data = t->masters + node->param_offset;
+    out->data = t->host.masters + node->param_offset;
     if (part == MPTI_TORCH_BIAS) out->data += norm ? node->c : mpti_node_weights(node);
     if (part == MPTI_TORCH_BIAS || norm) return true;
     out->count = mpti_node_weights(node);
@@ -15080,7 +16564,8 @@ MPT_API mpt_result mpt_trainer_export(mpt_trainer *t, const mpt_export_desc *des
     memset(&d, 0, sizeof d);
     d.path = desc->path;
     d.io = desc->io;
-    rc = mpt_safetensors_writer_open(t->ctx, &d, &w);
+    rc = mpti_trainer_fetch(t);
+    if (rc == MPT_OK) rc = mpt_safetensors_writer_open(t->ctx, &d, &w);
     for (i = 0; i < desc->num_metadata && rc == MPT_OK; i++)
         rc = mpt_safetensors_writer_add_metadata(w, desc->metadata[i].key, desc->metadata[i].value);
     if (rc == MPT_OK) rc = mpti_export_all(t, w, buffer, &tracked);
@@ -15152,6 +16637,7 @@ MPT_API mpt_result mpt_trainer_import(mpt_trainer *t, const mpt_io *io, const ch
     d.io = io;
     rc = mpt_safetensors_open(t->ctx, &d, &s);
     if (rc == MPT_OK) rc = mpti_import_walk(t, s, path, buffer, false);
+    if (rc == MPT_OK) rc = mpti_trainer_fetch(t); /* moments stay what they are */
     if (rc == MPT_OK) rc = mpti_import_walk(t, s, path, buffer, true);
     if (rc == MPT_OK) rc = mpti_trainer_weights_changed(t);
     mpt_safetensors_close(s);
@@ -15182,10 +16668,10 @@ static void mpti_checkpoint_rows(mpt_trainer *t, mpti_checkpoint_row rows[MPTI_C
         rows[i].name = names[i];
         rows[i].count = t->model->num_params;
     }
-    rows[0].data = t->masters;
-    rows[1].data = t->first;
-    rows[2].data = t->second;
-    rows[3].data = t->model->num_stats ? t->running : NULL;
+    rows[0].data = t->host.masters;
+    rows[1].data = t->host.first;
+    rows[2].data = t->host.second;
+    rows[3].data = t->model->num_stats ? t->host.running : NULL;
     rows[3].count = t->model->num_stats;
 }
 
@@ -15249,6 +16735,8 @@ MPT_API mpt_result mpt_trainer_save(mpt_trainer *t, mpt_loader *data, const mpt_
     d.path = path;
     d.io = io;
     d.checksum = 1;
+    rc = mpti_trainer_fetch(t);
+    if (rc) return mpti_report(t->ctx, rc);
     mpti_checkpoint_rows(t, rows);
     mpti_checkpoint_counters(t, counters);
     rc = data ? mpt_loader_get_state(data, &position) : MPT_OK;
@@ -15402,6 +16890,7 @@ static void mpti_checkpoint_take(mpt_trainer *t, const float *buffer, const int6
     mpti_optimizer_resume(&t->optimizer, c[1]);
     t->desc.seed = t->net.seed = (uint64_t)c[7];
     memset(&t->last, 0, sizeof t->last);
+    t->device.reported = t->step; /* what is under way belongs to the past */
     mpti_trainer_begin_step(t);
 }
 

@@ -11,14 +11,14 @@ import sys
 
 HEADER = 'mptrain.h'
 MAX_COLUMNS = 100
-MAX_LINES = {'mptrain.h': 16000, 'kernels.cu': 4000, 'README.md': 150}
+MAX_LINES = {'mptrain.h': 19000, 'kernels.cu': 5000, 'README.md': 150}
 MAX_FUNCTION_LINES = 120
 MAX_MEDIAN_FUNCTION_LINES = 20
 # What a reader can take in at a sitting, times what the chapter has to hold.
 CHAPTER_BUDGETS = {'storage': 1300, 'tfrecord': 1300, 'example': 1300, 'image': 1300,
                    'dataset': 1300, 'loader': 1300, 'position': 1300, 'cpu': 2200, 'cuda': 1000,
                    'comm': 1000, 'layers': 1000, 'model': 1000, 'train': 1000,
-                   'safetensors': 1000, 'state': 1000}
+                   'evaluate': 1000, 'device': 1000, 'safetensors': 1000, 'state': 1000}
 FRAME = ['Problem', 'Idea', 'Shapes', 'Tested', 'Next']
 FRAME_WITHIN = 20  # lines of the heading
 

@@ -209,7 +209,7 @@ static rig_desc desc_of(net_fn net, mpt_precision precision) {
 static double loss_of(rig *r, const mpt_batch *b) {
     double loss;
     CHECK_OK(r->ctx, mpt_trainer_accumulate(r->trainer, b));
-    loss = r->trainer->totals.loss / (double)r->trainer->totals.num_samples;
+    loss = r->trainer->stats.loss / (double)r->trainer->num_samples;
     mpti_trainer_begin_step(r->trainer);
     return loss;
 }

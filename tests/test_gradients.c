@@ -250,7 +250,7 @@ static int check_net(const named_net *which, const char *family, mpt_precision p
     double_net_backward(&net);
     snprintf(what, sizeof what, "%s (%s, precision %d)", which->name, family ? family : "default",
              (int)precision);
-    CHECK_NEAR(r.trainer->totals.loss / BATCH, net.loss, share * 0.3);
+    CHECK_NEAR(r.trainer->stats.loss / BATCH, net.loss, share * 0.3);
     check_gradients(what, &net, gradient_row(r.trainer), gradient_factor(r.trainer), share);
     CHECK(net.largest_flip <= 10 * share); /* only near a tie does rounding choose */
     double_net_close(&net);

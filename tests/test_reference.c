@@ -193,7 +193,7 @@ static void check_gradients(const char *family, mpt_precision precision, double 
     CHECK_OK(b.r.ctx, mpt_trainer_accumulate(t, &b.b));
     double_net_forward(&net, &b.b, t);
     double_net_backward(&net);
-    CHECK_NEAR(t->totals.loss / BATCH, losses[0], share);
+    CHECK_NEAR(t->stats.loss / BATCH, losses[0], share);
     check_rows(t, gradient_row(t), gradient_factor(t), net.grads, share);
     if (precision == MPT_PRECISION_FP32) CHECK(net.largest_flip < near_zero);
     double_net_close(&net);

@@ -832,7 +832,8 @@ MPT_TEST(dropout_without_ids_follows_the_place_in_the_step) {
         mpti_trainer_begin_step(r.trainer);
         for (i = 0; i < 4; i++) {
             mpt_batch b = pictures_lanes(&p, way ? 4 * (i / 2) : 0, way ? 1 : 2, 4, NULL);
-            const void *images = mpti_trainer_slice(r.trainer, &b, way ? i % 2 : i);
+            const void *images;
+            CHECK_OK(r.ctx, mpti_trainer_slice(r.trainer, &b, way ? i % 2 : i, &images));
             r.trainer->net.sample_ids = NULL;
             CHECK_OK(r.ctx, mpti_trainer_microbatch(r.trainer, images, MPT_F32));
             memcpy(masks[way] + i * slice, y, slice * sizeof(float));

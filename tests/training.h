@@ -25,6 +25,7 @@ typedef struct rig_desc {
     int threads;                    /* 0: all cores */
     const char *family;             /* of CPU kernels; NULL: the first that this processor has */
     const mpt_allocator *allocator; /* NULL: malloc */
+    const mpt_backend *backend;     /* NULL: the CPU's */
     mpt_trainer_desc trainer;
 } rig_desc;
 
@@ -39,6 +40,7 @@ static inline mpt_ctx *rig_ctx(const rig_desc *d) {
     mpt_ctx_desc cd;
     memset(&cd, 0, sizeof cd);
     cd.num_threads = d->threads;
+    cd.backend = d->backend;
     if (d->allocator) cd.allocator = *d->allocator;
     CHECK_OK(NULL, mpt_ctx_create(&cd, &ctx));
     if (d->family) {

@@ -8,6 +8,7 @@
 
 #define MPTK_ON_CPU 1
 
+#include <new>
 #include <math.h>
 #include <tuple>
 #include <type_traits>
