@@ -313,7 +313,8 @@ static void check_shape(cpu *c, const conv_shape *z, mpt_dtype dtype, int num_va
 /* ---- shapes ----------------------------------------------------------------------------------
    Tiles that are full, ragged, alone; strides 1 to 4, phases without taps and phases without
    pixels; padding 0 to 3 and inputs smaller than the filter; channels that are multiples of 8, of
-   32, and none; one batch, one pixel, one number. */
+   32, and none; few channels with an even stride, which go in pairs of pixels; one batch, one pixel,
+   one number. */
 static const conv_shape shapes[] = {
     {1, 1, 1, 1, 1, 1, 1, 1, 0},    {1, 8, 8, 32, 64, 3, 3, 1, 1},
     {2, 7, 9, 40, 24, 3, 3, 1, 1},  {1, 9, 7, 64, 72, 3, 3, 2, 1},
