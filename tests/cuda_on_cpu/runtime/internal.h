@@ -75,8 +75,10 @@ struct Place {
 
 void switch_fibers(const Place &from, const Place &to);
 Place host_place();
+void enter_host();
 void take_fiber(Warp &warp, unsigned lane);
-Place give_fiber_back(Fiber *fiber);
+Place give_fiber_back(Warp &warp, unsigned lane);
+bool inherit_fiber(const Warp &from, unsigned from_lane, Warp &to, unsigned to_lane);
 bool below_a_stack(const Fiber *fiber, const void *address);
 
 // ---- scheduler.cpp -------------------------------------------------------------------------------
