@@ -11,16 +11,6 @@ static void write_text(const char *name, const char *text) {
     mpt_test_write_file(work_file(name), text, strlen(text));
 }
 
-static void flip_bit(const char *name, size_t offset) {
-    size_t size;
-    unsigned char *b = mpt_test_read_file(work_file(name), &size);
-
-    CHECK(offset < size);
-    b[offset] ^= 4;
-    mpt_test_write_file(work_file(name), b, size);
-    free(b);
-}
-
 /* The smallest useful command lines: lenet, 8 steps an epoch; resnet20 has batch norms too. */
 #define LENET "$D/train --data train@3 --val-data test@1 -a lenet -b 8 --lr 0.02 -j 2 --threads 2 "
 #define MLP "$D/train --data train@3 -a mlp -b 8 --lr 0.02 -j 1 --threads 1 "

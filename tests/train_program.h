@@ -65,6 +65,16 @@ static inline void fresh_data(void) {
     write_shard("test-00000-of-00001", 100, 25);
 }
 
+static inline void flip_bit(const char *name, size_t offset) {
+    size_t size;
+    unsigned char *b = mpt_test_read_file(work_file(name), &size);
+
+    CHECK(offset < size);
+    b[offset] ^= 4;
+    mpt_test_write_file(work_file(name), b, size);
+    free(b);
+}
+
 /* ---- reports --------------------------------------------------------------------------------- */
 /* The value behind a name in a report, as it stands there, in four buffers used in turn. */
 static inline const char *report_value(const char *report, const char *name) {
