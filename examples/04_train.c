@@ -45,7 +45,8 @@ int main(int argc, char **argv) {
     for (epoch = 1; epoch <= 4 && !rc; epoch++) {
         while (!rc && !(rc = mpt_loader_next(train, &batch)))
             rc = mpt_trainer_step(trainer, &batch, &step);
-        if (rc == MPT_END) rc = mpt_evaluate(trainer, test, &score);
+        if (rc == MPT_END) rc = mpt_trainer_sync(trainer, &step); /* a GPU tells a step late */
+        if (!rc) rc = mpt_evaluate(trainer, test, &score);
         if (!rc)
             printf("epoch %d: %d of %d right, loss scale %.0f\n", epoch, (int)score.num_correct,
                    (int)score.num_samples, (double)step.loss_scale);

@@ -38,6 +38,7 @@ static mpt_result train(mpt_trainer *trainer, const mpt_batch *batch) {
 
     for (i = 0; i < STEPS && rc == MPT_OK; i++) {
         rc = mpt_trainer_step(trainer, batch, &step);
+        if (rc == MPT_OK) rc = mpt_trainer_sync(trainer, &step); /* a GPU tells a step late */
         if (rc != MPT_OK) break;
         printf("step %2d  scale %8.0f  loss %.4f  %s", (int)step.step, (double)step.loss_scale,
                step.loss, step.skipped ? "skipped" : "applied\n");

@@ -34,6 +34,7 @@ MPT_TEST(step_tells_what_it_did) {
                    precisions[i]);
         CHECK_EQ_INT(count_of(run_out, '\n'), 2);
         CHECK_CONTAINS(run_out, precisions[i]);
+        CHECK_CONTAINS(run_out, "\"backend\":\"cpu\",\"kernels\":\"");
         CHECK(json_number(run_out, "multiply_adds_per_image") ==
               2.0 * CONV1 + 3.0 * (CONV2 + FC1 + FC2));
         rate = json_number(run_out, "median_images_per_second");
@@ -104,7 +105,11 @@ MPT_TEST(wrong_networks_are_told) {
     CHECK_FAILS(2, "--arch: 'alexnet' is none of lenet|", "$B step --arch alexnet");
     CHECK_FAILS(2, "--precision: 'fp8'", "$B layers --precision fp8");
     CHECK_FAILS(2, "--batch-size: '0'", "$B step -b 0");
-    CHECK_FAILS(2, "--device: 'cuda' is none of cpu", "$B step --device cuda");
+    CHECK_FAILS(2, "--device: 'tpu' is none of cpu|cuda", "$B step --device tpu");
+    CHECK_FAILS(2, "bench step: --device cuda: this program was built without CUDA",
+                "$B step --device cuda");
+    CHECK_FAILS(2, "bench layers: --device cuda: this", "$B layers --device cuda");
+    CHECK_FAILS(2, "unknown option --device", "$B crc --device cpu");
     CHECK_FAILS(2, "unknown option --megabytes", "$B step --megabytes 3");
     CHECK_FAILS(1, "the picture is too small", "$B step --arch lenet --image-size 2");
     CHECK_FAILS(1, "the picture is too small", "$B layers --arch lenet --image-size 2");

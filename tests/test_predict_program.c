@@ -333,10 +333,14 @@ MPT_TEST(what_is_missing_is_named) {
     fresh_directory();
     write_pictures("data", RECORDS, -1);
     export_and_predict("lenet", "w", "data", RECORDS, p);
-    CHECK_FAILS(2, "w does not tell its network: give --arch", "$P -w w 0.bmp");
-    CHECK_FAILS(2, "picture size: give --image-size", "$P -w w -a lenet 0.bmp");
-    CHECK_FAILS(2, "give --channels", "$P -w w -a lenet --image-size 12 0.bmp");
-    CHECK_FAILS(2, "give --num-classes", "$P -w w -a lenet --image-size 12 --channels 3 0.bmp");
+    CHECK_FAILS(2,
+                "w does not tell its network, picture size, number of channels, number of classes: "
+                "give --arch --image-size --channels --num-classes",
+                "$P -w w 0.bmp");
+    CHECK_FAILS(2, "w does not tell its picture size, number of channels: give --image-size --chan",
+                "$P -w w -a lenet --num-classes 7 0.bmp");
+    CHECK_FAILS(2, "w does not tell its number of classes: give --num-classes\n",
+                "$P -w w -a lenet --image-size 12 --channels 3 0.bmp");
     CHECK_FAILS(2, "1 channel (gray) or 3 (colour), not 2", "$P -w w " LENET " --channels 2 0.bmp");
     CHECK_FAILS(2, "--mean: '1,2' is not one number, or 3", "$P -w w " LENET " --mean 1,2 0.bmp");
     CHECK_FAILS(2, "--std: '-1' is not one number above 0", "$P -w w " LENET " --std -1 0.bmp");
@@ -345,6 +349,8 @@ MPT_TEST(what_is_missing_is_named) {
     CHECK_FAILS(2, "not both", "$P 0.bmp -w w --data data");
     CHECK_FAILS(2, "--label-offset: 'one'", "$P -w w " LENET " --label-offset one --data data");
     CHECK_FAILS(2, "--arch: 'vgg' is none of lenet|", "$P -w w -a vgg 0.bmp");
+    CHECK_FAILS(2, "--device cuda: this program was built without CUDA",
+                "$P -w w " LENET " --device cuda 0.bmp");
     CHECK_FAILS(1, "gone: can't open it: no such file", "$P -w w " LENET " --classes gone 0.bmp");
     CHECK_FAILS(1, "missing", "$P -w missing " LENET " 0.bmp");
     CHECK_FAILS(1, "0.bmp", "$P -w 0.bmp " LENET " 0.bmp");
