@@ -99,7 +99,7 @@ bench: $(BUILD)/bench ## measure the data path and training on this machine
 # (PTX of 90a would run on 90a alone.)
 NVCC        = $(CUDA_HOME)/bin/nvcc
 NVCC_FLAGS ?= -O3 -std=c++17 -lineinfo --threads 0 -Wno-deprecated-gpu-targets
-nvcc_knows  = $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//')
+nvcc_knows  = $(shell $(NVCC) --list-gpu-arch 2> /dev/null | sed 's/compute_//')
 cuda_archs  = $(foreach a,$(CUDA_ARCHS),$(if $(filter $(a:%a=%),$(nvcc_knows)),$(a)))
 cuda_newest = $(lastword $(filter-out %a,$(cuda_archs)))
 NVCC_CODE   = $(foreach a,$(cuda_archs),-gencode arch=compute_$(a),code=sm_$(a)) \
@@ -169,7 +169,7 @@ machine_x86_64 := -mavx2 -mfma -mf16c
 # Half memory is read as uint4 in kernels.cu, as nvcc allows; -ffp-contract=off: no FMA but fmaf.
 RUNNER_FLAGS    = -std=c++17 $(CFLAGS) -g -fno-strict-aliasing -ffp-contract=off \
                   $(machine_$(shell uname -m)) -I. -I$(RUNNER)/include
-DEVICE_FLAGS    = -x c++ -include $(RUNNER)/device.h
+DEVICE_FLAGS   ?= -x c++ -include $(RUNNER)/device.h
 
 emulate: $(ON_CPU)/sm_80/emulate ## train small networks with kernels.cu run by the CPU
 	$<
@@ -184,6 +184,10 @@ $(ON_CPU)/%.o: tests/cuda/%.c $(HEADERS) $(wildcard tests/*.h tests/cuda/*.h) $(
                $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CC) $(ALL_CFLAGS) -DMPTRAIN_CUDA -Itests -I$(RUNNER)/include -c $< -o $@
+
+$(ON_CPU)/%.o: examples/%.c $(HEADERS) $(RUNNER_FILES) $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(ALL_CFLAGS) -DMPTRAIN_CUDA -I$(RUNNER)/include -c $< -o $@
 
 $(ON_CPU)/%.o: $(RUNNER)/%.cpp $(RUNNER_FILES) $(BUILD)/flags
 	@mkdir -p $(@D)
