@@ -199,7 +199,7 @@ $(ON_CPU)/sm_$(1)/kernels.o: kernels.cu mptrain.h $(RUNNER_FILES) $(BUILD)/flags
 	$$(CXX) $$(RUNNER_FLAGS) -DMPTK_EMULATED_ARCH=$(1)0 $$(DEVICE_FLAGS) -c $$< -o $$@
 
 $(ON_CPU)/sm_$(1)/%: $(ON_CPU)/%.o $(ON_CPU)/sm_$(1)/kernels.o $(RUNNER_OBJS)
-	$$(CXX) $$^ -o $$@ $$(LDFLAGS) $$(ALL_LIBS)
+	$$(CXX) $$(CFLAGS) $$^ -o $$@ $$(LDFLAGS) $$(ALL_LIBS)
 endef
 $(foreach a,$(EMULATED_ARCHS),$(eval $(call emulated_arch,$(a))))
 .PRECIOUS: $(ON_CPU)/%.o

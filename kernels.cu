@@ -1781,17 +1781,18 @@ MPTK_PLAIN_KERNELS(__nv_bfloat16)
  * Sums meet in two levels: the threads of a block, then the parts of a column of blocks. Lanes and
  * parts follow from the shape at full capacity, so the order is always the same.
  *
- * Variance without cancellation. sum(x^2) / m - mean^2 in FP32 is worthless for a mean of 3000 and a
- * deviation of 0.5. So each thread subtracts the first value that it meets, a pivot p of its own, and
- * sums d = x - p and d^2; these become a count, a mean and m2 = sum((x - mean)^2), which merge as
+ * Variance without cancellation. sum(x^2) / m - mean^2 in FP32 is worthless for a mean of 3000 and
+ * a deviation of 0.5. So each thread subtracts the first value that it meets, a pivot p of its own,
+ * and sums d = x - p and d^2; these become count, mean and m2 = sum((x - mean)^2), which merge as
  *
- *   mean = mean_a + delta n_b / n,  m2 = m2_a + m2_b + delta^2 n_a n_b / n,  delta = mean_b - mean_a
+ *   mean = mean_a + delta n_b / n
+ *   m2 = m2_a + m2_b + delta^2 n_a n_b / n,  delta = mean_b - mean_a
  *
- * (Chan, Golub, LeVeque 1979). As p is one of the thread's R values, m2 is at least (p - mean)^2, so
- * what cancels in sum(d^2) - sum(d)^2 / R is at most R times m2: a relative error of R 2^-23 in the
- * worst case (one value far from all others), 2^-22 or so in the usual one. R is some 10 to 100.
- * Means are kept relative to the channel's value in the first row: 3000.2 has no more than 13 bits
- * behind the point, too few for differences between means.
+ * (Chan, Golub, LeVeque 1979). As p is one of the thread's R values, m2 is at least about
+ * (p - mean)^2, so what cancels in sum(d^2) - sum(d)^2 / R is at most R times m2: a relative error
+ * of R 2^-23 in the worst case (one value far from all others), 2^-22 or so in the usual one. R is
+ * 4 to some hundred. Means are kept relative to the channel's value in the first row: 3000.2 has no
+ * more than 12 bits behind the point, too few for differences between means.
  */
 namespace mptk {
 
@@ -2146,8 +2147,8 @@ __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
     }
 }
 
-/* Pass 2: dx, which may lie where dy does, and the residual's gradient, which is g. Eight channels of
-   FP32 are 48 numbers with their constants, too many for 64 registers. */
+/* Pass 2: dx, which may lie where dy does, and the residual's gradient, which is g. Eight channels
+   of FP32 are 48 numbers with their constants, too many for 64 registers. */
 template <class T, int VEC>
 __global__ void __launch_bounds__(mptk::BATCHNORM_THREADS,
                                   sizeof(T) == 4 ? 3 : mptk::STREAM_BLOCKS)
@@ -2371,8 +2372,8 @@ MPTK_FN void softmax_zero(int member, int classes, T *dlogits, float *probabilit
     }
 }
 
-/* A row that counts: results, and what it adds to the statistics. Uniform over a team, and so over a
-   block where teams meet at barriers. */
+/* A row that counts: results, and what it adds to the statistics. Uniform over a team, and so over
+   a block where teams meet at barriers. */
 template <class T, int VEC, int TEAM>
 MPTK_FN void softmax_row_run(const softmax_args &a, int row, T *dlogits, float *probabilities) {
     __shared__ int shared_ints[SOFTMAX_THREADS / WARP];
@@ -2618,8 +2619,8 @@ template __global__ void mptk_pointwise_dropout_kernel<__nv_bfloat16>(mptk::drop
 
 /* ---- pools --------------------------------------------------------------------------------------
    Forward a thread has VEC channels of an output and looks at its window; backward VEC channels of
-   an input, and looks at the windows that held it: no two threads at one number. Sums run over rows,
-   then columns, as on the CPU. */
+   an input, and looks at the windows that held it: no two threads at one number. Sums run over
+   rows, then columns, as on the CPU. */
 namespace mptk {
 
 struct pool_args {
@@ -2858,7 +2859,7 @@ MPTK_CAST_KERNELS(float)
 MPTK_CAST_KERNELS(half)
 MPTK_CAST_KERNELS(__nv_bfloat16)
 
-/* y = (x - mean) / std, bytes as x / 255: three roundings in FP32, where the CPU computes in FP64. */
+/* y = (x - mean) / std, bytes as x / 255: three roundings in FP32, where the CPU has FP64. */
 template <class S, class D>
 __global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
     mptk_pointwise_normalize_kernel(mptk::normalize_args a) {
@@ -2919,12 +2920,12 @@ __global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
 /* -------------------------------------------------------------------------------------------------
  * >>update   Is every gradient finite? The scaler, the optimizer, running statistics
  * -------------------------------------------------------------------------------------------------
- * The end of a step, without the host. Three kernels in a row over the flat buffers, cut into chunks
- * of at most 16384 weights that never cross a tensor's border:
+ * The end of a step, without the host. Three kernels in a row over the flat buffers, cut into
+ * chunks of at most 16384 weights that never cross a tensor's border:
  *
  *   check    a block a chunk: sum of squares of the unscaled gradient, first inf or NaN of the row;
  *            blocks behind look at the statistics of batch norms
- *   decide   one block: the norm, the scaler's verdict, the rate, clipping, LARS's ratios, the report
+ *   decide   one block: the norm, the scaler's verdict, the rate, clipping, LARS's ratios, report
  *   apply    a block a chunk: nothing if the step is skipped; else unscales, decays, updates, and
  *            writes the 16-bit copy in the same pass; blocks behind move the running statistics
  *
@@ -3076,16 +3077,20 @@ __global__ void __launch_bounds__(mptk::UPDATE_THREADS, mptk::STREAM_BLOCKS)
 /* ---- decide ---------------------------------------------------------------------------------- */
 namespace mptk {
 
+MPTK_FN double sqrt_of(double x) { /* by way of FP32 */
+    return static_cast<double>(sqrtf(static_cast<float>(x)));
+}
+
 /* sqrt of a sum of squares of FP32 numbers, 2^-300 .. 2^300, by way of sqrtf; within 1e-7 of it. */
 MPTK_FN float norm_of(double sum) {
     const double far = 1.2676506002282294e30; /* 2^100 */
-    const float most = 3.402823466e38f;
+    const double most = 3.4028234663852886e38; /* of FP32 */
     double norm;
 
-    if (sum > far) norm = static_cast<double>(sqrtf(static_cast<float>(sum / far / far))) * far;
-    else if (sum < 1 / far) norm = static_cast<double>(sqrtf(static_cast<float>(sum * far * far))) / far;
-    else norm = static_cast<double>(sqrtf(static_cast<float>(sum)));
-    return norm > static_cast<double>(most) ? most : static_cast<float>(norm);
+    if (sum > far) norm = sqrt_of(sum / far / far) * far;
+    else if (sum < 1 / far) norm = sqrt_of(sum * far * far) / far;
+    else norm = sqrt_of(sum);
+    return static_cast<float>(norm > most ? most : norm);
 }
 
 MPTK_FN float clip_factor(float norm, float max_norm) {
@@ -3240,8 +3245,8 @@ struct rule_sgd {
     }
 };
 
-/* Three in one: factors of 1 and 0 change no bit. LARS has the rate inside the momentum, so that old
-   steps keep theirs (inner); Nesterov looks one step ahead (ahead, the factor of g). */
+/* Three in one: factors of 1 and 0 change no bit. LARS has the rate inside the momentum, so that
+   old steps keep theirs (inner); Nesterov looks one step ahead (ahead, the factor of g). */
 struct rule_momentum {
     static constexpr int MOMENTS = 1;
     float momentum, ahead, behind;
@@ -3591,9 +3596,9 @@ static inline conv_plan plan_conv(const mpt_conv2d_args *a, direction d) {
     if (plan.has_dy) plan.dy = reserve(&plan.bytes, half_size * pixels * plan.k8);
     if (d != WGRAD) return plan;
     plan_splits(a, &plan);
-    if (a->dbias)
-        plan.bias = reserve(&plan.bytes, mptk_sum_columns_workspace_bytes(
-                                             static_cast<int64_t>(pixels), a->k));
+    /* With or without dbias: sizes are a matter of shapes alone. */
+    plan.bias = reserve(&plan.bytes, mptk_sum_columns_workspace_bytes(
+                                         static_cast<int64_t>(pixels), a->k));
     return plan;
 }
 
@@ -4311,7 +4316,8 @@ extern "C" int mptk_scale(const mpt_scale_args *a, void *stream) {
 /* ---- update ---- */
 namespace mptk {
 
-template <class RULE> static void update_apply(const mpt_update_args *a, unsigned parts, void *stream) {
+template <class RULE>
+static void update_apply(const mpt_update_args *a, unsigned parts, void *stream) {
     MPTK_LAUNCH((mptk_update_apply_kernel<RULE>), parts, UPDATE_THREADS, 0, stream, *a);
 }
 

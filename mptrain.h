@@ -10916,6 +10916,7 @@ static mpt_result mpti_cuda_result(mpti_cuda *c, int error, const char *what) {
     char text[384];
 
     if (error == (int)cudaSuccess) return MPT_OK;
+    (void)cudaGetLastError(); /* told here, so that no later launch tells it again */
     snprintf(text, sizeof text, "%s on %s (device %d): %s: %s", what, c->name, c->device,
              cudaGetErrorName((cudaError_t)error), cudaGetErrorString((cudaError_t)error));
     return mpti_cuda_fail(c, error, "cuda", text);
@@ -10946,7 +10947,6 @@ static mpt_result mpti_cuda_alloc(void *self, size_t bytes, void **out) {
     if (rc) return rc;
     error = cudaMalloc(out, bytes);
     if (error == cudaSuccess) return MPT_OK;
-    (void)cudaGetLastError(); /* out of memory leaves the device usable */
     (void)cudaMemGetInfo(&available, &total);
     snprintf(what, sizeof what, "cudaMalloc of %.1f MB, of %.1f MB %.1f MB are free,",
              (double)bytes / 1e6, (double)total / 1e6, (double)available / 1e6);
@@ -11549,6 +11549,7 @@ static mpt_result mpti_cuda_find(mpti_cuda *c) {
 
     (void)cudaDriverGetVersion(&driver);
     (void)cudaRuntimeGetVersion(&runtime);
+    (void)cudaGetLastError(); /* told below */
     if (error == cudaErrorInsufficientDriver)
         return MPTI_REPORT(c->ctx, MPT_ERR_DEVICE,
                            "the NVIDIA driver knows CUDA %d.%d, this program needs %d.%d: update "
@@ -11604,6 +11605,7 @@ static mpt_result mpti_cuda_try_kernel(mpti_cuda *c) {
     error = mptk_fill(&a, c->compute);
     if (error == (int)cudaSuccess) error = (int)cudaStreamSynchronize(c->compute);
     (void)cudaFree(a.dst);
+    (void)cudaGetLastError();
     if (error == (int)cudaErrorNoKernelImageForDevice ||
         error == (int)cudaErrorInvalidDeviceFunction ||
         error == (int)cudaErrorUnsupportedPtxVersion)

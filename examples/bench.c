@@ -27,8 +27,8 @@ static const bench_kind bench_kinds[] = {
      true, false},
     {"layers", "each layer of a network, forward and backward, against this machine's limits",
      bench_layers_kind, 0, 9, false, true},
-    {"step", "whole training steps on pictures in memory, against the FMA peak", bench_step_kind, 0,
-     15, false, true},
+    {"step", "whole training steps on pictures in memory, against this machine's limit",
+     bench_step_kind, 0, 15, false, true},
 };
 enum { BENCH_NUM_KINDS = sizeof bench_kinds / sizeof bench_kinds[0] };
 
@@ -58,7 +58,7 @@ static int bench_network_options(bench_options *o, cli_option *options) {
 
     options[0] = cli_choice("arch", 'a', &o->arch, NETWORK_NAMES, "network");
     options[1] = cli_choice("precision", 0, &o->precision, NETWORK_PRECISIONS, "what is stored");
-    options[2] = cli_choice("device", 0, &o->device, "cpu", "where it runs");
+    options[2] = cli_choice("device", 0, &o->device, NETWORK_DEVICES, "where it runs");
     options[3] = cli_default(cli_int("batch-size", 'b', &o->batch_size, 1, 65536, "N",
                                      "pictures in a step"),
                              by_arch);
@@ -83,6 +83,7 @@ static bench_options bench_defaults(const bench_kind *kind) {
     o.threads = (int64_t)sysconf(_SC_NPROCESSORS_ONLN);
     o.arch = cli_choice_from_text("resnet20", NETWORK_NAMES);
     o.precision = cli_choice_from_text("fp16", NETWORK_PRECISIONS);
+    o.device = kind->takes_network ? network_default_device() : NETWORK_CPU;
     return o;
 }
 
@@ -112,14 +113,12 @@ static int bench_one(const bench_kind *kind, int argc, char **argv) {
     command.options = options;
     command.num_options = n;
     command.max_operands = kind->takes_files ? -1 : 0;
-    code = cli_parse(&command, argc, argv, &o.files);
-    if (code != CLI_RUN) goto done;
     memset(&desc, 0, sizeof desc);
+    code = cli_parse(&command, argc, argv, &o.files);
     desc.num_threads = (int)o.threads;
-    code = CLI_EXIT_FAILURE;
-    if (mpt_ctx_create(&desc, &ctx)) cli_error("bench", code, "no memory");
-    else code = cli_finish("bench", kind->run(ctx, &o));
-done:
+    if (code == CLI_RUN) code = network_check_device(name, o.device);
+    if (code == CLI_RUN) code = network_make_ctx(name, o.device, &desc, &ctx);
+    if (code == CLI_RUN) code = cli_finish("bench", kind->run(ctx, &o));
     mpt_ctx_destroy(ctx);
     cli_list_free(&o.files);
     return code;

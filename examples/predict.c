@@ -2,7 +2,8 @@
 
    A program on mptrain's public interface only. Its parts, in reading order:
        common/cli.h         flags, JSON
-       common/network.h     networks described in text
+       common/buffer.h      whole files
+       common/network.h     words for networks and devices, networks described in text
        predict/network.h    which network a file of weights is of
        predict/draw.h       pictures as characters
        predict/show.h       predictions as text or JSON
@@ -97,6 +98,7 @@ static int predict_decoded(const predict_options *o, const predict_network *n, c
 /* A bad picture is told and the others go on. */
 static int predict_pictures(const predict_options *o, const predict_network *n,
                             const cli_list *paths, float *probabilities) {
+    byte_buffer file = {NULL, 0, 0};
     int i, code = 0;
 
     for (i = 0; i < paths->count; i++) {
@@ -104,7 +106,6 @@ static int predict_pictures(const predict_options *o, const predict_network *n,
         mpt_image_desc desc;
         mpt_image image;
         mpt_bytes encoded;
-        predict_file file;
 
         memset(&desc, 0, sizeof desc);
         desc.channels = n->channels;
@@ -121,30 +122,14 @@ static int predict_pictures(const predict_options *o, const predict_network *n,
             if (predict_decoded(o, n, path, &image, probabilities)) code = CLI_EXIT_FAILURE;
             mpt_image_free(n->ctx, &image);
         }
-        free(file.data);
     }
+    byte_buffer_free(&file);
     return code;
 }
 
 /* ---- records --------------------------------------------------------------------------------- */
 static void predict_tell_bad(const mpt_bad_record *bad, void *user) {
     *(int *)user = cli_error("predict", CLI_EXIT_FAILURE, "%s", bad->cause);
-}
-
-static int predict_set_keys(const predict_options *o, mpt_loader_desc *d) {
-    int64_t offset = 0;
-
-    d->image_key = o->image_key;
-    d->label_key = o->label_key;
-    if (!strcmp(o->label_offset, "auto")) return 0;
-    if (!cli_int_from_text(o->label_offset, &offset) || offset < -1000000 || offset > 1000000)
-        return cli_error("predict", CLI_EXIT_USAGE,
-                         "--label-offset: '%s' is neither auto nor a whole number from -1000000 "
-                         "to 1000000",
-                         o->label_offset);
-    d->label_offset = (int)offset;
-    d->label_offset_is_set = 1;
-    return 0;
 }
 
 static int predict_records(const predict_options *o, const predict_network *n,
@@ -156,9 +141,11 @@ static int predict_records(const predict_options *o, const predict_network *n,
     predict_item item;
     mpt_batch batch;
     mpt_result rc;
-    int code = predict_set_keys(o, &d), bad = 0;
+    int code = 0, bad = 0;
 
-    if (code) return code;
+    if (network_label_offset("predict", o->label_offset, &d) != CLI_RUN) return CLI_EXIT_USAGE;
+    d.image_key = o->image_key;
+    d.label_key = o->label_key;
     d.paths = o->data.items;
     d.num_paths = o->data.count;
     d.on_bad_record = MPT_BAD_RECORD_SKIP;
@@ -181,7 +168,7 @@ static int predict_records(const predict_options *o, const predict_network *n,
 }
 
 /* ---- the command line ------------------------------------------------------------------------ */
-enum { PREDICT_NUM_OPTIONS = 20 };
+enum { PREDICT_NUM_OPTIONS = 21 };
 
 static void predict_make_options(predict_options *o, cli_option *q) {
     static const char by_file[] = "as the file says";
@@ -209,6 +196,7 @@ static void predict_make_options(predict_options *o, cli_option *q) {
     *q++ = cli_text("label-key", 0, &o->label_key, "NAME", "feature with the label");
     *q++ = cli_text("label-offset", 0, &o->label_offset, "auto|N", "number of the first class");
     *q++ = cli_choice("precision", 0, &o->precision, NETWORK_PRECISIONS, "what is stored");
+    *q++ = cli_choice("device", 0, &o->device, NETWORK_DEVICES, "where it runs");
     *q++ = cli_int("batch-size", 'b', &o->batch_size, 1, 65536, "N", "records at a time");
     *q++ = cli_env(cli_default(cli_int("threads", 0, &o->threads, 1, 1024, "N", "that compute"),
                                "cores"),
@@ -226,7 +214,8 @@ static int predict_run(const predict_options *o, const cli_list *pictures) {
 
     memset(&desc, 0, sizeof desc);
     desc.num_threads = (int)o->threads;
-    if (mpt_ctx_create(&desc, &ctx)) return predict_no_memory();
+    code = network_make_ctx("predict", o->device, &desc, &ctx);
+    if (code != CLI_RUN) return code;
     code = predict_network_open(ctx, o, &n);
     if (!code) {
         probabilities = (float *)calloc((size_t)n.batch_size * (size_t)n.num_classes,
@@ -261,6 +250,7 @@ int main(int argc, char **argv) {
     o.arch = -1;
     o.top = 5;
     o.batch_size = 64;
+    o.device = network_default_device();
     o.label_offset = "auto";
     predict_make_options(&o, options);
     code = cli_parse(&command, argc, argv, &pictures);
@@ -270,7 +260,8 @@ int main(int argc, char **argv) {
             code = cli_error("predict", CLI_EXIT_USAGE, "takes pictures or --data, not both");
         else if (pictures.count == 0 && o.data.count == 0)
             code = cli_error("predict", CLI_EXIT_USAGE, "needs pictures, or --data (see --help)");
-        else code = cli_finish("predict", predict_run(&o, &pictures));
+        else code = network_check_device("predict", o.device);
+        if (code == CLI_RUN) code = cli_finish("predict", predict_run(&o, &pictures));
     }
     cli_list_free(&pictures);
     cli_list_free(&o.data);

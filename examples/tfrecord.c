@@ -2,6 +2,7 @@
 
    A program on mptrain's public interface only. Its parts, in reading order:
        common/cli.h         flags, progress line, JSON
+       common/buffer.h      bytes that grow, whole files
        tfrecord/common.h    messages, signals, lists of files
        tfrecord/read.h      cat, head, count, verify, index
        tfrecord/stats.h     stats

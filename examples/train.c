@@ -2,7 +2,8 @@
 
    A program on mptrain's public interface only. Its parts, in reading order:
        common/cli.h         flags, progress line, JSON
-       common/network.h     networks described in text
+       common/buffer.h      whole files
+       common/network.h     words for networks and devices, networks described in text
        train/options.h      the options, what contradicts what, how they become descs
        train/log.h          lines of text or JSON, the live line
        train/data.h         what the records say, the two loaders
@@ -26,8 +27,7 @@ static int train_make_ctx(train_run *r) {
     d.num_threads = (int)r->o.threads;
     d.logger.log = log_library;
     d.logger.user = &r->log;
-    if (mpt_ctx_create(&d, &r->ctx)) return log_fail(&r->log, "no memory");
-    return CLI_RUN;
+    return network_make_ctx(TRAIN_NAME, r->o.device, &d, &r->ctx);
 }
 
 /* What the command line left open and the library chose: the report tells what really ran. */
@@ -100,16 +100,6 @@ static mpt_trainer_desc train_desc(const train_run *r, int64_t steps_per_epoch) 
     return mpt_trainer_desc_defaults(&d);
 }
 
-/* What activations are kept in. */
-static mpt_dtype train_storage(const train_run *r) {
-    switch (r->desc.precision) {
-    case MPT_PRECISION_FP16:
-    case MPT_PRECISION_FP16_PURE: return MPT_F16;
-    case MPT_PRECISION_BF16: return MPT_BF16;
-    default: return MPT_F32;
-    }
-}
-
 static int train_make_trainer(train_run *r) {
     int64_t steps = r->data ? mpt_loader_get_info(r->data).steps_per_epoch : 1;
     mpt_result rc;
@@ -122,7 +112,8 @@ static int train_make_trainer(train_run *r) {
     if (rc == MPT_ERR_INVALID_ARGUMENT) /* all of the desc comes from the command line */
         return options_usage("%s", mpt_last_error(r->ctx)->message);
     if (rc) return log_fail_call(&r->log, r->ctx);
-    if (network_tell(&r->log, r->ctx, r->model, (int)r->o.batch_size, train_storage(r)) != CLI_RUN)
+    if (network_tell(&r->log, r->ctx, r->model, (int)r->o.batch_size,
+                     network_storage(r->desc.precision)) != CLI_RUN)
         return CLI_EXIT_FAILURE;
     network_tell_plan(&r->log, &r->o, &r->plan);
     if (mpt_trainer_create(r->model, &r->desc, (int)r->o.batch_size, &r->trainer))

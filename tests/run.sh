@@ -85,11 +85,11 @@ judge_end() {
     fi
 }
 
-# build OUT NAME...: makes the programs and the tests; each counts as a test of its own.
+# build OUT NAME...: makes programs and tests, below BUILD; each counts as a test of its own.
 build() {
     local out=$1 target status begun=$SECONDS
     shift
-    make --no-print-directory -k -j "$JOBS" "BUILD=$BUILD" all tests >"$out.log" 2>&1
+    make --no-print-directory -k -j "$JOBS" "BUILD=$BUILD" "${@/#/$BUILD/}" >"$out.log" 2>&1
     status=$?
     for target in "$@"; do
         if [ -x "$BUILD/$target" ]; then
@@ -102,24 +102,34 @@ build() {
     report "$out" "$BUILD ($((SECONDS - begun)) s)"
 }
 
+# tests_of MODE: the tests, as their places below BUILD. Those of tests/cuda/ are executed by the
+# CPU, as sm_80 would; convolutions also as sm_70 and sm_75, which have engines of their own.
+tests_of() {
+    local test
+    for test in tests/test_*.c; do echo "tests/$(basename "$test" .c)"; done
+    for test in tests/cuda/test_*.c; do echo "cuda_on_cpu/sm_80/$(basename "$test" .c)"; done
+    [ "$1" = quick ] || return 0
+    echo "cuda_on_cpu/sm_70/test_conv_kernels"
+    echo "cuda_on_cpu/sm_75/test_conv_kernels"
+}
+
 # run_mode MODE: one of the words of the usage above
 run_mode() {
-    local out=$results/$1 test
-    local -a tests=()
+    local out=$results/$1 test name
+    local -a tests
     mkdir -p "$out"
-    for test in tests/test_*.c; do
-        [ -e "$test" ] && tests+=("$(basename "$test" .c)")
-    done
+    mapfile -t tests < <(tests_of "$1")
     export BUILD=build
     [ "$1" = quick ] || use_sanitizer "$1" || return
     export MPT_TEST_BUILD=$BUILD TMPDIR=$scratch
     # shellcheck disable=SC2086
-    build "$out/build" $PROGRAMS "${tests[@]/#/tests/}"
+    build "$out/build" $PROGRAMS "${tests[@]}"
     [ "$1" = quick ] && part "$out/style" tests/style.sh &
     for test in "${tests[@]}"; do
-        [ -x "$BUILD/tests/$test" ] || continue
+        [ -x "$BUILD/$test" ] || continue
         while [ "$(jobs -rp | wc -l)" -ge "$JOBS" ]; do wait -n; done
-        part "$out/$test" "$BUILD/tests/$test" &
+        name=${test#tests/} name=${name#cuda_on_cpu/}
+        part "$out/${name//\//-}" "$BUILD/$test" &
     done
     wait
     [ "$1" = quick ] || return
@@ -135,9 +145,11 @@ use_sanitizer() {
         echo "SKIP $1: no compiler here has this sanitizer" | tee "$results/$1/build.lines"
         return 1
     fi
+    CXX=g++
+    [[ $CC != *clang* ]] || CXX=clang++
     CFLAGS="-O1 -g -fno-omit-frame-pointer $(sanitizer_flags "$1")"
     WARNINGS=
-    export CC CFLAGS WARNINGS
+    export CC CXX CFLAGS WARNINGS
 }
 
 if [ "${1:-}" = sanitizer-compiler ]; then

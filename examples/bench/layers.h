@@ -53,13 +53,10 @@ typedef struct bench_buffers { /* shared by all operators, as large as the large
 } bench_buffers;
 
 typedef struct bench_layers {
-    mpt_ctx *ctx;
-    const mpt_backend *backend;
-    void *self; /* of the backend */
     bench_network network;
     bench_op *ops; /* [num_ops] */
     int num_ops;
-    mpt_arena *arena;
+    bench_space memory;
     bench_buffers b;
     bench_limits limits;
 } bench_layers;
@@ -228,17 +225,18 @@ static void bench_layer_ops(bench_layers *all, int layer) {
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 static size_t bench_op_workspace(const bench_layers *all, const bench_op *op) {
-    const mpt_backend *b = all->backend;
+    const mpt_backend *b = all->memory.backend;
+    void *self = all->memory.self;
 
     switch (op->kind) {
-    case BENCH_CONV_FPROP: return b->conv2d_fprop_workspace_bytes(all->self, &op->conv);
-    case BENCH_CONV_DGRAD: return b->conv2d_dgrad_workspace_bytes(all->self, &op->conv);
-    case BENCH_CONV_WGRAD: return b->conv2d_wgrad_workspace_bytes(all->self, &op->conv);
-    case BENCH_DENSE_FPROP: return b->dense_fprop_workspace_bytes(all->self, &op->dense);
-    case BENCH_DENSE_DGRAD: return b->dense_dgrad_workspace_bytes(all->self, &op->dense);
-    case BENCH_DENSE_WGRAD: return b->dense_wgrad_workspace_bytes(all->self, &op->dense);
-    case BENCH_NORM_FORWARD: return b->batchnorm_forward_workspace_bytes(all->self, &op->norm);
-    case BENCH_NORM_BACKWARD: return b->batchnorm_backward_workspace_bytes(all->self, &op->norm);
+    case BENCH_CONV_FPROP: return b->conv2d_fprop_workspace_bytes(self, &op->conv);
+    case BENCH_CONV_DGRAD: return b->conv2d_dgrad_workspace_bytes(self, &op->conv);
+    case BENCH_CONV_WGRAD: return b->conv2d_wgrad_workspace_bytes(self, &op->conv);
+    case BENCH_DENSE_FPROP: return b->dense_fprop_workspace_bytes(self, &op->dense);
+    case BENCH_DENSE_DGRAD: return b->dense_dgrad_workspace_bytes(self, &op->dense);
+    case BENCH_DENSE_WGRAD: return b->dense_wgrad_workspace_bytes(self, &op->dense);
+    case BENCH_NORM_FORWARD: return b->batchnorm_forward_workspace_bytes(self, &op->norm);
+    case BENCH_NORM_BACKWARD: return b->batchnorm_backward_workspace_bytes(self, &op->norm);
     default: return 0;
     }
 }
@@ -262,75 +260,43 @@ static void bench_buffers_size(bench_layers *all) {
     }
 }
 
-static size_t bench_round(size_t bytes) {
-    return (bytes + 63) / 64 * 64 + 64;
-}
+/* Of all pieces that bench_buffers_make and bench_op_point take. */
+static size_t bench_buffers_bytes(const bench_layers *all) {
+    const bench_buffers *b = &all->b;
+    size_t pools = 0;
+    int i;
 
-/* Of bytes, all zero; rc sticks. */
-static void *bench_buffer(bench_layers *all, size_t bytes, mpt_result *rc) {
-    int64_t dims[1];
-    mpt_tensor t;
-
-    if (*rc != MPT_OK) return NULL;
-    dims[0] = (int64_t)bytes;
-    *rc = mpt_arena_tensor(all->arena, MPT_U8, dims, 1, &t);
-    return *rc == MPT_OK ? t.data : NULL;
-}
-
-/* Numbers of the network's type, one block of them over and over. */
-static int bench_fill_buffer(bench_layers *all, void *buffer, size_t bytes) {
-    enum { BLOCK = 4096 };
-    float numbers[BLOCK];
-    uint8_t block[BLOCK * sizeof(float)];
-    size_t size = BLOCK * mpt_dtype_size(all->network.dtype), at;
-    mpt_cast_args cast;
-
-    memset(&cast, 0, sizeof cast);
-    bench_floats(numbers, BLOCK, 7);
-    cast.src = numbers;
-    cast.dst = block;
-    cast.count = BLOCK;
-    cast.src_dtype = MPT_F32;
-    cast.dst_dtype = all->network.dtype;
-    if (all->backend->cast(all->self, &cast))
-        return cli_error("bench", CLI_EXIT_FAILURE, "can't convert numbers");
-    for (at = 0; at < bytes; at += size)
-        memcpy((uint8_t *)buffer + at, block, bytes - at < size ? bytes - at : size);
-    return 0;
+    for (i = 0; i < all->num_ops; i++) pools += all->ops[i].kind == BENCH_MAX_POOL_FORWARD;
+    return 2 * bench_space_round(b->input) + (4 + pools) * bench_space_round(b->output) +
+           2 * bench_space_round(b->weights) + 8 * bench_space_round(b->channels) +
+           bench_space_round(b->workspace);
 }
 
 static int bench_buffers_make(bench_layers *all) {
     bench_buffers *b = &all->b;
-    mpt_arena_desc desc;
-    size_t i, pools = 0;
-    mpt_result rc;
-    int k;
+    bench_space *m = &all->memory;
+    mpt_dtype dtype = all->network.dtype;
+    int i, code;
 
     bench_buffers_size(all);
-    for (k = 0; k < all->num_ops; k++)
-        if (all->ops[k].kind == BENCH_MAX_POOL_FORWARD) pools++;
-    memset(&desc, 0, sizeof desc);
-    desc.purpose = "the layers";
-    desc.capacity_bytes = 2 * bench_round(b->input) + (4 + pools) * bench_round(b->output) +
-                          2 * bench_round(b->weights) + 8 * bench_round(b->channels) +
-                          bench_round(b->workspace);
-    rc = mpt_arena_create(all->ctx, &desc, &all->arena);
-    b->x = bench_buffer(all, b->input, &rc);
-    b->dx = bench_buffer(all, b->input, &rc);
-    b->y = bench_buffer(all, b->output, &rc);
-    b->dy = bench_buffer(all, b->output, &rc);
-    b->residual = bench_buffer(all, b->output, &rc);
-    b->dresidual = bench_buffer(all, b->output, &rc);
-    b->w = bench_buffer(all, b->weights, &rc);
-    b->dw = (float *)bench_buffer(all, b->weights, &rc);
-    b->scratch = bench_buffer(all, b->workspace, &rc);
-    for (i = 0; i < 8; i++) b->vectors[i] = (float *)bench_buffer(all, b->channels, &rc);
-    if (rc) return bench_fail(all->ctx);
-    for (i = 0; i < 8; i++) bench_floats(b->vectors[i], b->channels / sizeof(float), (uint32_t)i);
-    if (bench_fill_buffer(all, b->x, b->input) || bench_fill_buffer(all, b->dy, b->output) ||
-        bench_fill_buffer(all, b->residual, b->output) || bench_fill_buffer(all, b->w, b->weights))
-        return CLI_EXIT_FAILURE;
-    return 0;
+    code = bench_space_allocate(m, bench_buffers_bytes(all));
+    if (code) return code;
+    b->x = bench_space_take(m, b->input);
+    b->dx = bench_space_take(m, b->input);
+    b->y = bench_space_take(m, b->output);
+    b->dy = bench_space_take(m, b->output);
+    b->residual = bench_space_take(m, b->output);
+    b->dresidual = bench_space_take(m, b->output);
+    b->w = bench_space_take(m, b->weights);
+    b->dw = (float *)bench_space_take(m, b->weights);
+    b->scratch = bench_space_take(m, b->workspace);
+    for (i = 0; i < 8; i++) b->vectors[i] = (float *)bench_space_take(m, b->channels);
+    for (i = 0; i < 8 && !code; i++)
+        code = bench_space_fill(m, b->vectors[i], b->channels, MPT_F32, (uint32_t)i);
+    if (!code) code = bench_space_fill(m, b->x, b->input, dtype, 7);
+    if (!code) code = bench_space_fill(m, b->dy, b->output, dtype, 7);
+    if (!code) code = bench_space_fill(m, b->residual, b->output, dtype, 7);
+    return code ? code : bench_space_fill(m, b->w, b->weights, dtype, 7);
 }
 
 static void bench_norm_point(const bench_buffers *b, mpt_batchnorm_args *a) {
@@ -355,12 +321,12 @@ static void bench_norm_point(const bench_buffers *b, mpt_batchnorm_args *a) {
 
 /* Where each operator finds its memory. Places of maxima belong to one shape alone: those of
    another could lie outside the picture. Forward comes first and fills them. */
-static int bench_op_point(bench_layers *all, bench_op *op, uint8_t **argmax) {
+static void bench_op_point(bench_layers *all, bench_op *op, uint8_t **argmax) {
     const bench_buffers *b = &all->b;
-    mpt_result rc = MPT_OK;
     bool bias = op->layer.use_bias;
 
-    if (op->kind == BENCH_MAX_POOL_FORWARD) *argmax = (uint8_t *)bench_buffer(all, b->output, &rc);
+    if (op->kind == BENCH_MAX_POOL_FORWARD)
+        *argmax = (uint8_t *)bench_space_take(&all->memory, b->output);
     op->conv.x = op->dense.x = op->pool.x = b->x;
     op->conv.y = op->dense.y = op->pool.y = b->y;
     op->conv.dy = op->dense.dy = op->pool.dy = b->dy;
@@ -373,13 +339,12 @@ static int bench_op_point(bench_layers *all, bench_op *op, uint8_t **argmax) {
     op->conv.workspace_bytes = op->dense.workspace_bytes = b->workspace;
     op->pool.argmax = *argmax;
     bench_norm_point(b, &op->norm);
-    return rc ? bench_fail(all->ctx) : 0;
 }
 
 /* ---- measuring ------------------------------------------------------------------------------- */
 static mpt_result bench_op_call(const bench_op *op) {
-    const mpt_backend *b = op->all->backend;
-    void *self = op->all->self;
+    const mpt_backend *b = op->all->memory.backend;
+    void *self = op->all->memory.self;
 
     switch (op->kind) {
     case BENCH_CONV_FPROP: return b->conv2d_fprop(self, &op->conv);
@@ -405,8 +370,9 @@ static int bench_op_run(void *user) {
     int64_t i;
 
     for (i = 0; i < op->calls && rc == MPT_OK; i++) rc = bench_op_call(op);
-    if (rc == MPT_OK) return 0;
-    return cli_error("bench", CLI_EXIT_FAILURE, "%s: %s", op->name, mpt_result_string(rc));
+    if (rc == MPT_OK) return bench_space_wait(&op->all->memory);
+    return cli_error("bench", CLI_EXIT_FAILURE, "%s: %s", op->name,
+                     mpt_last_error(op->all->memory.ctx)->message);
 }
 
 /* Rounds of about five milliseconds: shorter ones measure the clock and the waking of threads. */
@@ -423,9 +389,9 @@ static int bench_op_prepare(bench_layers *all, bench_op *op, uint8_t **argmax) {
                                  (double)(op->layer.height * op->layer.width * op->layer.channels));
     snprintf(op->name, sizeof op->name, "%.60s %s", op->layer.name, op->direction);
     if (op->count > 1) snprintf(op->name + strlen(op->name), 16, " (x %d)", op->count);
-    code = bench_op_point(all, op, argmax);
+    bench_op_point(all, op, argmax);
     op->calls = 1;
-    if (!code) code = bench_op_run(op);
+    code = bench_op_run(op);
     start = cli_seconds();
     if (!code) code = bench_op_run(op);
     seconds = cli_seconds() - start;
@@ -468,9 +434,8 @@ static void bench_layers_sum(const bench_layers *all, const bench_case *cases, b
 }
 
 static void bench_layers_free(bench_layers *all) {
-    mpt_arena_destroy(all->arena);
     free(all->ops);
-    if (all->self) all->backend->close(all->self);
+    bench_space_close(&all->memory);
     mpt_model_destroy(all->network.model);
     bench_limits_free(&all->limits);
 }
@@ -479,10 +444,8 @@ static int bench_layers_make(mpt_ctx *ctx, const bench_options *o, bench_layers 
     uint8_t *argmax = NULL;
     int i, count, code = bench_network_make(ctx, o, &all->network);
 
-    all->ctx = ctx;
+    if (!code) code = bench_space_open(ctx, o->device, &all->memory);
     if (code) return code;
-    all->backend = mpt_backend_cpu();
-    if (all->backend->open(ctx, 0, &all->self)) return bench_fail(ctx);
     count = mpt_model_num_layers(all->network.model);
     all->ops = (bench_op *)calloc((size_t)count * BENCH_OPS_A_LAYER, sizeof *all->ops);
     if (!all->ops) return cli_error("bench", CLI_EXIT_FAILURE, "no memory");
@@ -502,11 +465,11 @@ static int bench_layers_measure(bench_layers *all, bench_case *cases, const benc
         cases[i] = bench_make(op->name, flops ? "flops" : "bytes", op->work * (double)op->calls,
                               bench_op_run, op);
         cases[i].reference = flops ? n : n + 1;
-        cases[i].limit_name = flops ? "the FMA peak" : "the memory bandwidth";
+        cases[i].limit_name = flops ? all->limits.flops_name : all->limits.bytes_name;
         cases[i].more = bench_op_more;
     }
-    cases[n] = bench_fma_case(&all->limits);
-    cases[n + 1] = bench_copy_case(&all->limits);
+    cases[n] = bench_flops_limit(&all->limits);
+    cases[n + 1] = bench_bytes_limit(&all->limits);
     code = bench_run(cases, n + 2, o->rounds);
     if (code) return code;
     bench_print("layers", cases, n + 2, o->json);

@@ -19,7 +19,7 @@ typedef struct bench_options {
     int64_t threads;
     int64_t max_record_bytes;    /* of FILE */
     cli_list files;              /* measured instead of files that bench writes */
-    int arch, precision, device; /* places in NETWORK_NAMES, NETWORK_PRECISIONS, "cpu" */
+    int arch, precision, device; /* places in NETWORK_NAMES, _PRECISIONS, _DEVICES */
     int64_t batch_size, image_size, channels, num_classes; /* 0: by architecture */
 } bench_options;
 

@@ -24,7 +24,6 @@ typedef struct bench_network {
 } bench_network;
 
 static int bench_network_make(mpt_ctx *ctx, const bench_options *o, bench_network *n) {
-    static const mpt_dtype dtypes[] = {MPT_F32, MPT_F16, MPT_BF16};
     bench_arch d = bench_arch_defaults(o->arch);
     mpt_result rc;
 
@@ -35,7 +34,7 @@ static int bench_network_make(mpt_ctx *ctx, const bench_options *o, bench_networ
     n->channels = o->channels ? (int)o->channels : d.channels;
     n->num_classes = o->num_classes ? (int)o->num_classes : d.num_classes;
     n->batch_size = o->batch_size ? (int)o->batch_size : d.batch_size;
-    n->dtype = dtypes[o->precision];
+    n->dtype = network_storage(network_precision(o->precision));
     rc = mpt_model_create(ctx, n->image_size, n->image_size, n->channels, &n->model);
     if (rc == MPT_OK) rc = mpt_model_finish(n->model, mpt_zoo(n->model, n->arch, n->num_classes));
     return rc ? bench_fail(ctx) : 0;
@@ -76,16 +75,6 @@ static double bench_step_multiply_adds(const bench_network *n) {
         if (mpt_model_layer(n->model, i, &info) == MPT_OK)
             sum += bench_layer_multiply_adds(n, &info) * (info.inputs[0] == MPT_INPUT ? 2 : 3);
     return sum;
-}
-
-/* Numbers from -1 to 1, the same in each run. */
-static void bench_floats(float *x, size_t n, uint32_t seed) {
-    size_t i;
-
-    for (i = 0; i < n; i++) {
-        seed = seed * 1664525u + 1013904223u;
-        x[i] = (float)(int32_t)seed / 2147483648.0f;
-    }
 }
 
 #endif /* MPT_BENCH_NETWORK_H */

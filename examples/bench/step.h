@@ -1,8 +1,9 @@
 /* step.h - bench step: whole training steps on pictures in memory
 
-   Nothing is read or decoded: forward, loss, backward, check and update alone. The share of the FMA
-   peak counts the multiply-adds of convolutions and dense layers as their definitions have them, so
-   an algorithm that needs fewer (Winograd's) can pass 100 %. */
+   Nothing is read or decoded: forward, loss, backward, check and update alone; on a device also the
+   batch's way there. The share of the limit counts the multiply-adds of convolutions and dense
+   layers as their definitions have them, so an algorithm that needs fewer (Winograd's) can pass
+   100 %. */
 #ifndef MPT_BENCH_STEP_H
 #define MPT_BENCH_STEP_H
 
@@ -18,7 +19,7 @@ typedef struct bench_step {
     mpt_memory_plan plan;
     int64_t steps_a_round, num_skipped;
     double multiply_adds; /* of one picture in a step */
-    char name[64];
+    char name[80];
 } bench_step;
 
 static void bench_step_free(bench_step *s) {
@@ -52,24 +53,44 @@ static int bench_step_make_batch(bench_step *s) {
     return 0;
 }
 
-static int bench_step_once(bench_step *s) {
-    if (mpt_trainer_step(s->trainer, &s->batch, &s->report)) return bench_fail(s->ctx);
-    s->num_skipped += s->report.skipped;
-    if (s->report.skipped || (s->report.loss >= 0 && s->report.loss <= DBL_MAX)) return 0;
+/* Each step's report counts once, whether it comes at once or while the next step computes. */
+static int bench_step_take(bench_step *s, const mpt_step_report *report) {
+    if (report->step <= s->report.step) return 0;
+    s->report = *report;
+    s->num_skipped += report->skipped;
+    if (report->skipped || (report->loss >= 0 && report->loss <= DBL_MAX)) return 0;
     return cli_error("bench", CLI_EXIT_FAILURE, "step %lld: the loss is not finite",
-                     (long long)s->report.step);
+                     (long long)report->step);
+}
+
+static int bench_step_begin(bench_step *s) {
+    mpt_step_report report;
+
+    if (mpt_trainer_step(s->trainer, &s->batch, &report)) return bench_fail(s->ctx);
+    return bench_step_take(s, &report);
+}
+
+/* Waits until all steps that were begun are done. */
+static int bench_step_sync(bench_step *s) {
+    mpt_step_report report;
+
+    if (mpt_trainer_sync(s->trainer, &report)) return bench_fail(s->ctx);
+    return bench_step_take(s, &report);
 }
 
 /* Rounds of about a quarter of a second, so that one slow moment doesn't make a round. The first
-   step touches the memory, the second one is timed; skipped ones update nothing and don't count. */
-static int bench_step_warm_up(bench_step *s) {
+   step touches the memory, the second is recorded on a device, the last one is timed; skipped ones
+   update nothing and don't count. */
+static int bench_step_warm_up(bench_step *s, bool on_device) {
+    const int64_t enough = on_device ? 3 : 2;
     double start = 0, seconds;
     int64_t applied = 0;
     int code = 0;
 
-    while (!code && applied < 2) {
+    while (!code && applied < enough) {
         start = cli_seconds();
-        code = bench_step_once(s);
+        code = bench_step_begin(s);
+        if (!code) code = bench_step_sync(s);
         applied += !code && !s->report.skipped;
     }
     seconds = cli_seconds() - start;
@@ -83,23 +104,25 @@ static int bench_step_run(void *user) {
     int64_t i;
     int code = 0;
 
-    for (i = 0; i < s->steps_a_round && !code; i++) code = bench_step_once(s);
-    return code;
+    for (i = 0; i < s->steps_a_round && !code; i++) code = bench_step_begin(s);
+    return code ? code : bench_step_sync(s);
 }
 
 static void bench_step_more(const bench_case *c, bool json) {
     const bench_step *s = (const bench_step *)c->user;
+    mpt_trainer_info info = mpt_trainer_get_info(s->trainer);
     double seconds = s->network.batch_size / c->median;
     double flops = 2 * s->multiply_adds * s->network.batch_size;
     char memory[24];
 
     if (json) {
-        printf(",\"arch\":\"%s\",\"precision\":\"%s\",\"batch_size\":%d,\"image_size\":%d,"
-               "\"seconds_per_step\":%.6g,\"multiply_adds_per_image\":%.17g,"
+        printf(",\"arch\":\"%s\",\"precision\":\"%s\",\"backend\":\"%s\",\"kernels\":\"%s\","
+               "\"batch_size\":%d,\"image_size\":%d,\"seconds_per_step\":%.6g,\"multiply_adds_per_"
+               "image\":%.17g,"
                "\"flops_per_second\":%.6g,\"planned_bytes\":%zu,\"skipped_steps\":%lld,\"loss\":",
-               s->network.arch, s->network.precision, s->network.batch_size, s->network.image_size,
-               seconds, s->multiply_adds, flops / seconds, s->plan.total,
-               (long long)s->num_skipped);
+               s->network.arch, s->network.precision, info.backend, info.kernels,
+               s->network.batch_size, s->network.image_size, seconds, s->multiply_adds,
+               flops / seconds, s->plan.total, (long long)s->num_skipped);
         cli_json_double(stdout, s->report.loss);
         return;
     }
@@ -110,9 +133,9 @@ static void bench_step_more(const bench_case *c, bool json) {
 }
 
 static int bench_step_make(mpt_ctx *ctx, const bench_options *o, bench_step *s) {
-    static const mpt_precision precisions[] = {MPT_PRECISION_FP32, MPT_PRECISION_FP16,
-                                               MPT_PRECISION_BF16};
+    bool on_device = o->device != NETWORK_CPU;
     mpt_trainer_desc desc;
+    char where[32];
     mpt_result rc;
     int code;
 
@@ -122,17 +145,18 @@ static int bench_step_make(mpt_ctx *ctx, const bench_options *o, bench_step *s) 
     if (!code) code = bench_step_make_batch(s);
     if (code) return code;
     memset(&desc, 0, sizeof desc);
-    desc.precision = precisions[o->precision];
+    desc.precision = network_precision(o->precision);
     desc.optimizer.learning_rate = 0.001f; /* made-up data must not make weights run away */
     rc = mpt_model_plan(s->network.model, &desc, s->network.batch_size, &s->plan);
     if (rc == MPT_OK)
         rc = mpt_trainer_create(s->network.model, &desc, s->network.batch_size, &s->trainer);
     if (rc) return bench_fail(ctx);
     s->multiply_adds = bench_step_multiply_adds(&s->network);
-    snprintf(s->name, sizeof s->name, "%s, batch %d, %s, %d thread%s", s->network.arch,
-             s->network.batch_size, s->network.precision, (int)o->threads,
-             cli_plural(o->threads, "s"));
-    return bench_step_warm_up(s);
+    if (on_device) snprintf(where, sizeof where, "%s", mpt_trainer_get_info(s->trainer).kernels);
+    else snprintf(where, sizeof where, "%d thread%s", (int)o->threads, cli_plural(o->threads, "s"));
+    snprintf(s->name, sizeof s->name, "%s, batch %d, %s, %s", s->network.arch,
+             s->network.batch_size, s->network.precision, where);
+    return bench_step_warm_up(s, on_device);
 }
 
 static int bench_step_kind(mpt_ctx *ctx, const bench_options *o) {
@@ -148,9 +172,9 @@ static int bench_step_kind(mpt_ctx *ctx, const bench_options *o) {
                               bench_step_run, &s);
         cases[0].reference = 1;
         cases[0].reference_units = 2 * s.multiply_adds;
-        cases[0].limit_name = "the FMA peak";
+        cases[0].limit_name = limits.flops_name;
         cases[0].more = bench_step_more;
-        cases[1] = bench_fma_case(&limits);
+        cases[1] = bench_flops_limit(&limits);
         code = bench_run(cases, 2, o->rounds);
     }
     if (!code) bench_print("step", cases, 2, o->json);

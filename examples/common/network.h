@@ -1,26 +1,108 @@
-/* network.h - a network described in text, one layer a line; `#` begins a comment
-
-       conv 32 kernel 3 stride 1 padding 1 bias    kernel 3, stride 1, padding 0 unless told
-       batchnorm                                   epsilon X, momentum X, zero (gamma begins at 0)
-       relu
-       maxpool 2 2                                 kernel, stride (default: kernel), padding
-       avgpool 2 2
-       globalavgpool
-       dense 128                                   `dense classes` stands for --num-classes
-       dropout 0.5
-       add NAME                                    the line before plus the output called NAME
-
-   Each layer takes the output of the line before, or with `from NAME` that of a named one; `as
-   NAME` at the end of a line names its output. The picture is called `input`. */
+/* network.h - the networks that the programs know: by a word, or described in text, one layer a line;
+   and the words around them: precision, device, what is done to pictures and labels */
 #ifndef MPT_EXAMPLES_NETWORK_H
 #define MPT_EXAMPLES_NETWORK_H
 
 #include "common/cli.h"
 #include "mptrain.h"
 
-/* Networks and storage types that the programs know by a word. */
+/* ---- words of command lines ------------------------------------------------------------------ */
 #define NETWORK_NAMES "lenet|mlp|resnet20|resnet32|resnet56|resnet18|resnet34|resnet50"
 #define NETWORK_PRECISIONS "fp32|fp16|bf16"
+#define NETWORK_DEVICES "cpu|cuda"
+enum { NETWORK_CPU = 0, NETWORK_CUDA }; /* places in NETWORK_DEVICES */
+
+/* place: in NETWORK_PRECISIONS */
+CLI_FN mpt_precision network_precision(int place) {
+    static const mpt_precision precisions[] = {MPT_PRECISION_FP32, MPT_PRECISION_FP16,
+                                               MPT_PRECISION_BF16};
+    return precisions[place];
+}
+
+/* What activations are kept in. */
+CLI_FN mpt_dtype network_storage(mpt_precision precision) {
+    switch (precision) {
+    case MPT_PRECISION_FP16:
+    case MPT_PRECISION_FP16_PURE: return MPT_F16;
+    case MPT_PRECISION_BF16: return MPT_BF16;
+    default: return MPT_F32;
+    }
+}
+
+/* Whoever builds a program with CUDA has a GPU in mind. */
+CLI_FN int network_default_device(void) {
+    return mpt_backend_cuda() ? NETWORK_CUDA : NETWORK_CPU;
+}
+
+/* Is it in this program? CLI_RUN, or the exit code after the message. */
+CLI_FN int network_check_device(const char *program, int device) {
+    if (device == NETWORK_CPU || mpt_backend_cuda()) return CLI_RUN;
+    return cli_error(program, CLI_EXIT_USAGE,
+                     "--device cuda: this program was built without CUDA: `make cuda` builds "
+                     "build/train-cuda; compile others with -DMPTRAIN_CUDA and link kernels.o");
+}
+
+/* Makes a context that computes there: CLI_RUN, or the exit code after the message, since without a
+   context the library has nowhere to keep the reason. */
+CLI_FN int network_make_ctx(const char *program, int device, mpt_ctx_desc *desc, mpt_ctx **out) {
+    mpt_error error;
+
+    memset(&error, 0, sizeof error);
+    desc->backend = device == NETWORK_CUDA ? mpt_backend_cuda() : mpt_backend_cpu();
+    desc->error = &error;
+    if (mpt_ctx_create(desc, out) == MPT_OK) return CLI_RUN;
+    return cli_error(program, CLI_EXIT_FAILURE, "%s", error.message);
+}
+
+/* Takes --label-offset, `auto` or a number. CLI_RUN, or the exit code after the message. */
+CLI_FN int network_label_offset(const char *program, const char *text, mpt_loader_desc *d) {
+    int64_t offset;
+
+    if (!strcmp(text, "auto")) return CLI_RUN;
+    if (!cli_int_from_text(text, &offset) || offset < INT32_MIN || offset > INT32_MAX)
+        return cli_error(program, CLI_EXIT_USAGE,
+                         "--label-offset: '%s' is neither auto nor a whole number", text);
+    d->label_offset = (int)offset;
+    d->label_offset_is_set = 1;
+    return CLI_RUN;
+}
+
+/* "0.5" for all channels or "0.485,0.456,0.406" for each of three: how many numbers stand there, 1
+   or 3; 0: it is something else, or they are not from low to high. One number is in all values. */
+CLI_FN int network_channel_numbers(const char *text, double low, double high, float values[3]) {
+    char word[32];
+    double value;
+    int n = 0;
+
+    for (;;) {
+        size_t size = strcspn(text, ",");
+        if (n == 3 || size >= sizeof word) return 0;
+        memcpy(word, text, size);
+        word[size] = 0;
+        if (!cli_double_from_text(word, &value) || value < low || value > high) return 0;
+        values[n++] = (float)value;
+        if (!text[size]) break;
+        text += size + 1;
+    }
+    if (n == 1) values[1] = values[2] = values[0];
+    return n == 2 ? 0 : n;
+}
+
+/* ---- networks in text ------------------------------------------------------------------------ */
+/* For help texts. */
+#define NETWORK_GRAMMAR \
+    "  conv 32 kernel 3 stride 1 padding 1 bias   kernel 3, stride 1, padding 0 unless told\n" \
+    "  batchnorm                                  epsilon X, momentum X, zero (gamma at 0)\n" \
+    "  relu\n" \
+    "  maxpool 2 2                                kernel, stride (else the kernel), padding\n" \
+    "  avgpool 2 2\n" \
+    "  globalavgpool\n" \
+    "  dense 128                                  `dense classes`: an output for each class\n" \
+    "  dropout 0.5\n" \
+    "  add NAME                                   adds the output called NAME\n" \
+    "Each layer takes the output of the line before, or with `from NAME` at the end of its\n" \
+    "line that of a named one; `as NAME` there names its own. The picture is called `input`;\n" \
+    "`#` begins a comment."
 
 enum {
     NETWORK_MAX_WORDS = 24,

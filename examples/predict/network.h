@@ -10,6 +10,7 @@
 #ifndef PREDICT_NETWORK_H
 #define PREDICT_NETWORK_H
 
+#include "common/buffer.h"
 #include "common/network.h"
 
 enum { PREDICT_MAX_SIDE = 4096, PREDICT_MAX_CLASSES = 1000000 };
@@ -18,7 +19,7 @@ typedef struct predict_options {
     const char *weights;
     cli_list data; /* TFRecords; else operands are pictures */
     int arch;      /* place in NETWORK_NAMES; -1: as the file says */
-    int precision;
+    int precision, device;
     int64_t image_size, channels, num_classes; /* 0: as the file says */
     const char *mean, *std, *classes;          /* NULL: as the file says */
     const char *image_key, *label_key, *label_offset;
@@ -69,28 +70,11 @@ static int predict_number(const predict_options *o, mpt_safetensors *file, const
     return 0;
 }
 
-/* "0.5" for all channels, or one number for each with commas between. */
-static bool predict_floats(const char *text, int channels, bool above_zero, float out[3]) {
-    char word[32];
-    double value;
-    int i;
+/* One number for all channels, or one for each. */
+static bool predict_numbers(const char *text, int channels, bool above_zero, float out[3]) {
+    int n = network_channel_numbers(text, above_zero ? 1e-30 : -1e6, 1e6, out);
 
-    for (i = 0; i < channels; i++) {
-        size_t n = strcspn(text, ",");
-        if (n == 0 || n >= sizeof word) return false;
-        memcpy(word, text, n);
-        word[n] = 0;
-        if (!cli_double_from_text(word, &value) || value < -1e6 || value > 1e6) return false;
-        out[i] = (float)value;
-        if (above_zero && !(out[i] > 0)) return false;
-        text += n;
-        if (i == 0 && *text == 0) {
-            out[1] = out[2] = out[0];
-            return true;
-        }
-        if (*text == ',' && i + 1 < channels) text++;
-    }
-    return *text == 0;
+    return n == 1 || (n == 3 && channels == 3);
 }
 
 static int predict_constants(const predict_options *o, mpt_safetensors *file, const char *name,
@@ -101,11 +85,11 @@ static int predict_constants(const predict_options *o, mpt_safetensors *file, co
 
     snprintf(key, sizeof key, "mptrain.%s", name);
     text = mpt_safetensors_metadata(file, key);
-    if (option && !predict_floats(option, n->channels, above_zero, out))
+    if (option && !predict_numbers(option, n->channels, above_zero, out))
         return cli_error("predict", CLI_EXIT_USAGE,
                          "--%s: '%.80s' is not one number%s, or %d with commas between", name,
                          option, above_zero ? " above 0" : "", n->channels);
-    if (!option && text && !predict_floats(text, n->channels, above_zero, out))
+    if (!option && text && !predict_numbers(text, n->channels, above_zero, out))
         return cli_error("predict", CLI_EXIT_FAILURE,
                          "%s: its metadata say %s '%.40s': not one number%s, or %d with commas",
                          o->weights, key, text, above_zero ? " above 0" : "", n->channels);
@@ -113,35 +97,12 @@ static int predict_constants(const predict_options *o, mpt_safetensors *file, co
 }
 
 /* ---- names of classes ------------------------------------------------------------------------ */
-typedef struct predict_file { /* a whole file; the caller frees data */
-    uint8_t *data;            /* [size], and a zero behind */
-    size_t size;
-} predict_file;
+/* A whole file of any size; false after a message. */
+static bool predict_read_file(const char *path, byte_buffer *out) {
+    char why[BYTE_BUFFER_MESSAGE];
 
-static bool predict_read_file(const char *path, predict_file *f) {
-    FILE *in = fopen(path, "rb");
-    size_t capacity = 0, got = 1;
-    uint8_t *larger = NULL;
-
-    memset(f, 0, sizeof *f);
-    while (in && got > 0) {
-        capacity += capacity / 2 + 65536;
-        larger = (uint8_t *)realloc(f->data, capacity + 1);
-        if (!larger) break;
-        f->data = larger;
-        got = fread(f->data + f->size, 1, capacity - f->size, in);
-        f->size += got;
-        f->data[f->size] = 0;
-    }
-    if (in && larger && !ferror(in)) {
-        fclose(in);
-        return true;
-    }
-    cli_error("predict", 0, "%s: can't %s it: %s", path, in ? "read" : "open",
-              in && !larger ? "no memory" : cli_errno_text(errno));
-    if (in) fclose(in);
-    free(f->data);
-    f->data = NULL;
+    if (byte_buffer_read(out, path, SIZE_MAX, why)) return true;
+    cli_error("predict", 0, "%s", why);
     return false;
 }
 
@@ -172,13 +133,14 @@ static int predict_split_lines(char *text, const char **names) {
 static int predict_classes(const predict_options *o, mpt_safetensors *file, predict_network *n) {
     const char *text = mpt_safetensors_metadata(file, "mptrain.classes");
     const char *where = o->classes ? o->classes : o->weights;
-    predict_file named;
+    byte_buffer named = {NULL, 0, 0};
     int count;
 
     if (!o->classes && !text) return 0;
     if (o->classes) {
-        if (!predict_read_file(o->classes, &named)) return CLI_EXIT_FAILURE;
+        bool read = predict_read_file(o->classes, &named);
         n->names_text = (char *)named.data;
+        if (!read) return CLI_EXIT_FAILURE;
     } else {
         n->names_text = predict_copy(text);
         if (!n->names_text) return predict_no_memory();
@@ -195,15 +157,30 @@ static int predict_classes(const predict_options *o, mpt_safetensors *file, pred
 }
 
 /* ---- opening --------------------------------------------------------------------------------- */
-static int predict_missing(const predict_options *o, const char *option, const char *what) {
-    return cli_error("predict", CLI_EXIT_USAGE, "%s does not tell its %s: give --%s", o->weights,
-                     what, option);
+/* All that is missing, in one message. */
+static int predict_missing(const predict_options *o, const predict_network *n) {
+    static const char *const names[] = {"network", "picture size", "number of channels",
+                                        "number of classes"};
+    static const char *const options[] = {"arch", "image-size", "channels", "num-classes"};
+    bool missing[] = {!n->arch[0] && !n->description, !n->size, !n->channels, !n->num_classes};
+    char what[120] = "", give[80] = "";
+    size_t i;
+
+    for (i = 0; i < sizeof names / sizeof names[0]; i++) {
+        size_t used = strlen(what), given = strlen(give);
+        if (!missing[i]) continue;
+        snprintf(what + used, sizeof what - used, "%s%s", used ? ", " : "", names[i]);
+        snprintf(give + given, sizeof give - given, "%s--%s", given ? " " : "", options[i]);
+    }
+    if (!what[0]) return 0;
+    return cli_error("predict", CLI_EXIT_USAGE, "%s does not tell its %s: give %s", o->weights,
+                     what, give);
 }
 
-static int predict_describe(const predict_options *o, mpt_safetensors *file, predict_network *n) {
+static int predict_describe_arch(const predict_options *o, mpt_safetensors *file,
+                                 predict_network *n) {
     const char *arch = mpt_safetensors_metadata(file, "mptrain.arch");
     const char *described = mpt_safetensors_metadata(file, "mptrain.description");
-    int code;
 
     if (o->arch >= 0) cli_choice_name(NETWORK_NAMES, o->arch, n->arch, sizeof n->arch);
     else if (arch && cli_choice_from_text(arch, NETWORK_NAMES) >= 0)
@@ -213,20 +190,25 @@ static int predict_describe(const predict_options *o, mpt_safetensors *file, pre
                          "%s: it is of the network '%.40s', which is none of %s", o->weights, arch,
                          NETWORK_NAMES);
     else if (described && !(n->description = predict_copy(described))) return predict_no_memory();
-    code = predict_number(o, file, "mptrain.image_size", o->image_size, PREDICT_MAX_SIDE, &n->size);
+    return 0;
+}
+
+static int predict_describe(const predict_options *o, mpt_safetensors *file, predict_network *n) {
+    int code = predict_describe_arch(o, file, n);
+
+    if (!code)
+        code = predict_number(o, file, "mptrain.image_size", o->image_size, PREDICT_MAX_SIDE,
+                              &n->size);
     if (!code) code = predict_number(o, file, "mptrain.channels", o->channels, 3, &n->channels);
     if (!code)
         code = predict_number(o, file, "mptrain.num_classes", o->num_classes, PREDICT_MAX_CLASSES,
                               &n->num_classes);
     if (!code) code = predict_classes(o, file, n);
+    if (!code) code = predict_missing(o, n);
     if (code) return code;
-    if (!n->arch[0] && !n->description) return predict_missing(o, "arch", "network");
-    if (!n->size) return predict_missing(o, "image-size", "picture size");
-    if (!n->channels) return predict_missing(o, "channels", "number of channels");
     if (n->channels == 2)
         return cli_error("predict", CLI_EXIT_USAGE,
                          "pictures have 1 channel (gray) or 3 (colour), not 2");
-    if (!n->num_classes) return predict_missing(o, "num-classes", "number of classes");
     n->std[0] = n->std[1] = n->std[2] = 1;
     code = predict_constants(o, file, "mean", o->mean, false, n, n->mean);
     return code ? code : predict_constants(o, file, "std", o->std, true, n, n->std);
@@ -234,14 +216,12 @@ static int predict_describe(const predict_options *o, mpt_safetensors *file, pre
 
 /* A trainer that never trains: it holds the weights and knows the way forward. */
 static int predict_build(const predict_options *o, predict_network *n) {
-    static const mpt_precision precisions[] = {MPT_PRECISION_FP32, MPT_PRECISION_FP16,
-                                               MPT_PRECISION_BF16};
     char message[NETWORK_MESSAGE];
     mpt_trainer_desc desc;
     mpt_result rc;
 
     memset(&desc, 0, sizeof desc);
-    desc.precision = precisions[o->precision];
+    desc.precision = network_precision(o->precision);
     desc.optimizer.kind = MPT_OPTIMIZER_SGD;
     desc.optimizer.learning_rate = 1; /* a desc has to have one */
     rc = mpt_model_create(n->ctx, n->size, n->size, n->channels, &n->model);

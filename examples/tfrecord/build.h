@@ -89,7 +89,7 @@ static int dataset_run(dataset *d, const cli_command *c, int argc, char **argv, 
 /* ---- class names ----------------------------------------------------------------------------- */
 /* A name a line; the empty last one does not count. */
 static bool classes_read(tool *t, const char *path, tool_strings *classes) {
-    tool_buffer text;
+    byte_buffer text;
     const char *p, *end, *line_end;
     size_t n;
     bool ok = true;
@@ -106,7 +106,7 @@ static bool classes_read(tool *t, const char *path, tool_strings *classes) {
         if (!ok) tool_fail_memory(t);
         p = line_end + 1;
     }
-    tool_buffer_free(&text);
+    byte_buffer_free(&text);
     if (ok && classes->count == 0) tool_fail(t, "%s: holds no class names", path);
     return ok && classes->count > 0;
 }
@@ -163,7 +163,7 @@ typedef struct check_job {
 } check_job;
 
 /* Enough of the file for its header; the whole file if that was not enough. */
-static char *check_picture(mpt_ctx *ctx, const char *path, tool_buffer *buffer) {
+static char *check_picture(mpt_ctx *ctx, const char *path, byte_buffer *buffer) {
     mpt_image_info info;
     char why[600];
     FILE *f;
@@ -171,14 +171,14 @@ static char *check_picture(mpt_ctx *ctx, const char *path, tool_buffer *buffer) 
     if (tool_is_stream(path)) return tool_format("%s: is no regular file", path);
     f = fopen(path, "rb");
     if (!f) return tool_format("%s: can't open it: %s", path, cli_errno_text(errno));
-    if (!tool_buffer_reserve(buffer, BUILD_PREFIX)) {
+    if (!byte_buffer_reserve(buffer, BUILD_PREFIX)) {
         fclose(f);
         return tool_format("%s: no memory to read it", path);
     }
     buffer->size = fread(buffer->data, 1, BUILD_PREFIX, f);
     fclose(f);
     if (mpt_image_probe(ctx, tool_bytes(buffer->data, buffer->size), &info) == MPT_OK) return NULL;
-    if (!tool_read_file(path, BUILD_MAX_FILE, buffer, why)) return tool_format("%s", why);
+    if (!byte_buffer_read(buffer, path, BUILD_MAX_FILE, why)) return tool_format("%s", why);
     if (mpt_image_probe(ctx, tool_bytes(buffer->data, buffer->size), &info) == MPT_OK) return NULL;
     return tool_format("%s: %s", path, tool_error_text(ctx));
 }
@@ -186,7 +186,7 @@ static char *check_picture(mpt_ctx *ctx, const char *path, tool_buffer *buffer) 
 static mpt_result check_chunk(int64_t chunk, void *user) {
     check_job *job = (check_job *)user;
     int64_t i, end = (chunk + 1) * BUILD_CHECK_CHUNK, bad = 0, start = chunk * BUILD_CHECK_CHUNK;
-    tool_buffer buffer;
+    byte_buffer buffer;
     mpt_ctx *ctx = NULL;
 
     memset(&buffer, 0, sizeof buffer);
@@ -197,7 +197,7 @@ static mpt_result check_chunk(int64_t chunk, void *user) {
         bad += job->errors[i] != NULL;
     }
     mpt_ctx_destroy(ctx);
-    tool_buffer_free(&buffer);
+    byte_buffer_free(&buffer);
     pthread_mutex_lock(&job->lock);
     job->done += end - start;
     job->bad += bad;
@@ -347,7 +347,7 @@ typedef struct build_worker { /* what one thread needs for one shard */
     mpt_ctx *ctx;
     mpt_example *example;
     mpt_tfrecord_writer *writer;
-    tool_buffer picture;
+    byte_buffer picture;
     png_encoder png;
     char why[700]; /* the failure */
 } build_worker;
@@ -359,7 +359,7 @@ static mpt_result build_record(const dataset *d, const sample *s, build_worker *
     mpt_result rc;
     bool ok;
 
-    if (s->path) ok = tool_read_file(s->path, BUILD_MAX_FILE, &w->picture, w->why);
+    if (s->path) ok = byte_buffer_read(&w->picture, s->path, BUILD_MAX_FILE, w->why);
     else
         ok = png_encode(&w->png, d->pixels + s->index * d->height * d->width * d->channels,
                         d->height, d->width, (int)d->channels, &w->picture, w->why);
@@ -434,7 +434,7 @@ static mpt_result build_chunk(int64_t shard, void *user) {
     mpt_tfrecord_writer_close(w.writer);
     mpt_example_destroy(w.example);
     mpt_ctx_destroy(w.ctx);
-    tool_buffer_free(&w.picture);
+    byte_buffer_free(&w.picture);
     png_encoder_free(&w.png);
     if (!rc) return MPT_OK;
     pthread_mutex_lock(&job->lock);

@@ -3,7 +3,7 @@
 #ifndef TFRECORD_COMMON_H
 #define TFRECORD_COMMON_H
 
-#include "common/cli.h"
+#include "common/buffer.h"
 #include "mptrain.h"
 
 #include <dirent.h>
@@ -131,29 +131,6 @@ static int tool_end(tool *t) {
 }
 
 /* ---- strings and bytes ----------------------------------------------------------------------- */
-typedef struct tool_buffer {
-    uint8_t *data; /* [capacity], size bytes used */
-    size_t size, capacity;
-} tool_buffer;
-
-static bool tool_buffer_reserve(tool_buffer *b, size_t capacity) { /* false: no memory */
-    uint8_t *data;
-
-    if (capacity <= b->capacity) return true;
-    if (capacity < b->capacity + b->capacity / 2) capacity = b->capacity + b->capacity / 2;
-    if (capacity < 4096) capacity = 4096;
-    data = (uint8_t *)realloc(b->data, capacity);
-    if (!data) return false;
-    b->data = data;
-    b->capacity = capacity;
-    return true;
-}
-
-static void tool_buffer_free(tool_buffer *b) {
-    free(b->data);
-    memset(b, 0, sizeof *b);
-}
-
 static mpt_bytes tool_bytes(const void *data, size_t size) {
     mpt_bytes b;
 
@@ -220,40 +197,15 @@ static int tool_compare_strings(const void *a, const void *b) {
     return strcmp(*(char *const *)a, *(char *const *)b);
 }
 
-/* A whole file of at most `limit` bytes. On failure `why` says so, with the path. */
-static bool tool_read_file(const char *path, size_t limit, tool_buffer *out, char why[600]) {
-    FILE *f = fopen(path, "rb");
-    size_t n = 1;
-
-    out->size = 0;
-    if (!f) {
-        snprintf(why, 600, "%s: can't open it: %s", path, cli_errno_text(errno));
-        return false;
-    }
-    why[0] = 0;
-    while (n > 0 && !why[0]) {
-        if (!tool_buffer_reserve(out, out->size + 65536)) {
-            snprintf(why, 600, "%s: no memory to read it", path);
-            break;
-        }
-        n = fread(out->data + out->size, 1, out->capacity - out->size, f);
-        out->size += n;
-        if (ferror(f)) snprintf(why, 600, "%s: can't read it: %s", path, cli_errno_text(errno));
-        else if (out->size > limit) snprintf(why, 600, "%s: larger than %zu bytes", path, limit);
-    }
-    fclose(f);
-    return !why[0];
-}
-
-/* The same for a file that the command line names: a failure is told, and `out` is empty. */
-static bool tool_load_file(tool *t, const char *path, size_t limit, tool_buffer *out) {
+/* A whole file that the command line names: a failure is told, and `out` is empty then. */
+static bool tool_load_file(tool *t, const char *path, size_t limit, byte_buffer *out) {
     char why[600];
 
     memset(out, 0, sizeof *out);
     if (tool_refuse_dash(t, path)) return false;
-    if (tool_read_file(path, limit, out, why)) return true;
+    if (byte_buffer_read(out, path, limit, why)) return true;
     tool_fail(t, "%s", why);
-    tool_buffer_free(out);
+    byte_buffer_free(out);
     return false;
 }
 
@@ -502,12 +454,12 @@ static const char *tool_compression_name(mpt_compression c) {
 typedef struct tool_features {
     mpt_feature *items; /* [count] */
     int64_t count, capacity;
-    tool_buffer values;
+    byte_buffer values;
 } tool_features;
 
 static void tool_features_free(tool_features *fs) {
     free(fs->items);
-    tool_buffer_free(&fs->values);
+    byte_buffer_free(&fs->values);
     memset(fs, 0, sizeof *fs);
 }
 
@@ -578,7 +530,7 @@ static const void *tool_feature_values(tool_features *fs, const mpt_feature *f, 
                                                  : sizeof(int64_t);
     mpt_result rc = MPT_OK;
 
-    if ((uint64_t)n > SIZE_MAX / size || !tool_buffer_reserve(&fs->values, (size_t)n * size + 1))
+    if ((uint64_t)n > SIZE_MAX / size || !byte_buffer_reserve(&fs->values, (size_t)n * size + 1))
         return NULL;
     if (n > 0 && f->kind == MPT_FEATURE_BYTES)
         rc = mpt_feature_bytes(f, 0, n, (mpt_bytes *)(void *)fs->values.data);

@@ -14,7 +14,7 @@ static void png_u32(uint8_t *p, uint32_t v) { /* big-endian, as all of PNG */
 }
 
 /* A chunk whose data stand at out->data + out->size + 8 already: adds length, type and CRC. */
-static void png_chunk(tool_buffer *out, const char type[4], size_t size) {
+static void png_chunk(byte_buffer *out, const char type[4], size_t size) {
     uint8_t *p = out->data + out->size;
 
     png_u32(p, (uint32_t)size);
@@ -26,12 +26,12 @@ static void png_chunk(tool_buffer *out, const char type[4], size_t size) {
 typedef struct png_encoder { /* kept from picture to picture: starting zlib costs more than work */
     z_stream stream;
     bool started;
-    tool_buffer rows;
+    byte_buffer rows;
 } png_encoder;
 
 static void png_encoder_free(png_encoder *e) {
     if (e->started) deflateEnd(&e->stream);
-    tool_buffer_free(&e->rows);
+    byte_buffer_free(&e->rows);
     memset(e, 0, sizeof *e);
 }
 
@@ -44,18 +44,18 @@ static bool png_start(png_encoder *e) {
 
 /* Rows with their filter byte (0: none) in front, deflated to where the chunk's data stand. */
 static bool png_deflate(png_encoder *e, const uint8_t *pixels, int64_t height, size_t row,
-                        tool_buffer *out, size_t *size) {
+                        byte_buffer *out, size_t *size) {
     size_t bytes = (size_t)height * (row + 1), bound;
     int64_t y;
 
-    if (!tool_buffer_reserve(&e->rows, bytes) || !png_start(e)) return false;
+    if (!byte_buffer_reserve(&e->rows, bytes) || !png_start(e)) return false;
     for (y = 0; y < height; y++) {
         uint8_t *line = e->rows.data + (size_t)y * (row + 1);
         line[0] = 0;
         memcpy(line + 1, pixels + (size_t)y * row, row);
     }
     bound = deflateBound(&e->stream, (uLong)bytes);
-    if (!tool_buffer_reserve(out, out->size + bound + 64)) return false;
+    if (!byte_buffer_reserve(out, out->size + bound + 64)) return false;
     e->stream.next_in = e->rows.data;
     e->stream.avail_in = (uInt)bytes;
     e->stream.next_out = out->data + out->size + 8;
@@ -67,13 +67,13 @@ static bool png_deflate(png_encoder *e, const uint8_t *pixels, int64_t height, s
 
 /* pixels [height][width][channels], channels 1 or 3; height * width * channels fits 31 bits. */
 static bool png_encode(png_encoder *e, const uint8_t *pixels, int64_t height, int64_t width,
-                       int channels, tool_buffer *out, char why[600]) {
+                       int channels, byte_buffer *out, char why[600]) {
     static const uint8_t signature[8] = {0x89, 'P', 'N', 'G', '\r', '\n', 0x1a, '\n'};
     size_t row = (size_t)width * (size_t)channels, size;
     uint8_t *header;
 
     snprintf(why, 600, "no memory for a picture");
-    if (!tool_buffer_reserve(out, 64)) return false;
+    if (!byte_buffer_reserve(out, 64)) return false;
     memcpy(out->data, signature, 8);
     out->size = 8;
     header = out->data + out->size + 8;
@@ -99,7 +99,7 @@ static void png_encoder_free(png_encoder *e) {
 }
 
 static bool png_encode(png_encoder *e, const uint8_t *pixels, int64_t height, int64_t width,
-                       int channels, tool_buffer *out, char why[600]) {
+                       int channels, byte_buffer *out, char why[600]) {
     (void)e, (void)pixels, (void)height, (void)width, (void)channels, (void)out;
     snprintf(why, 600, "this build can't write PNG: build with -DMPTRAIN_ZLIB and -lz");
     return false;

@@ -12,7 +12,7 @@ enum { IDX_MAX_DIMS = 4, IDX_MAX_SIDE = 16384 };
 typedef struct idx_file {
     int num_dims;
     int64_t dims[IDX_MAX_DIMS];
-    tool_buffer elements;
+    byte_buffer elements;
 } idx_file;
 
 #ifdef MPTRAIN_ZLIB
@@ -42,7 +42,7 @@ static int64_t idx_get(idx_stream f, void *dst, size_t size) {
 
 /* The elements, and that nothing stands behind them. The buffer grows with what is really there,
    whatever the header promises. */
-static bool idx_read_elements(idx_stream f, const char *path, int64_t expected, tool_buffer *out,
+static bool idx_read_elements(idx_stream f, const char *path, int64_t expected, byte_buffer *out,
                               char why[600]) {
     const int64_t block = 4 << 20;
     uint8_t extra;
@@ -50,7 +50,7 @@ static bool idx_read_elements(idx_stream f, const char *path, int64_t expected, 
 
     while ((int64_t)out->size < expected && n > 0) {
         want = expected - (int64_t)out->size < block ? expected - (int64_t)out->size : block;
-        if (!tool_buffer_reserve(out, out->size + (size_t)want)) {
+        if (!byte_buffer_reserve(out, out->size + (size_t)want)) {
             snprintf(why, 600, "%s: no memory to read it", path);
             return false;
         }
@@ -172,8 +172,8 @@ static void from_idx_body(tool *t, const cli_list *operands, void *user) {
         idx_read(t, operands->items[1], false, &labels) &&
         idx_list(t, d, operands, &images, &labels))
         build_dataset(t, d);
-    tool_buffer_free(&images.elements);
-    tool_buffer_free(&labels.elements);
+    byte_buffer_free(&images.elements);
+    byte_buffer_free(&labels.elements);
 }
 
 static cli_option classes_option(dataset *d) {
@@ -623,7 +623,7 @@ static bool csv_set_labels(tool *t, const csv *c, dataset *d, const tool_strings
 static bool csv_list(tool *t, dataset *d, const char *path) {
     static const char byte_order_mark[] = "\xef\xbb\xbf"; /* Excel writes one */
     tool_strings labels;
-    tool_buffer text;
+    byte_buffer text;
     csv c;
     bool ok;
 
@@ -636,7 +636,7 @@ static bool csv_list(tool *t, dataset *d, const char *path) {
     c.next_line = 1;
     if (text.size >= 3 && !memcmp(c.p, byte_order_mark, 3)) c.p += 3;
     ok = csv_read_rows(t, &c, d, &labels) && csv_set_labels(t, &c, d, &labels);
-    tool_buffer_free(&text);
+    byte_buffer_free(&text);
     tool_strings_free(&labels);
     return ok;
 }

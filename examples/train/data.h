@@ -59,12 +59,10 @@ typedef struct data_facts { /* what the records say; zero: not known */
     char names_path[1024];
 } data_facts;
 
-static void data_set_offset(const train_options *o, mpt_loader_desc *d) {
-    int64_t offset = 0;
-
-    d->label_offset_is_set = strcmp(o->label_offset, "auto") != 0 &&
-                             cli_int_from_text(o->label_offset, &offset);
-    d->label_offset = (int)offset;
+static void data_set_keys(const train_options *o, mpt_loader_desc *d) {
+    d->image_key = o->image_key;
+    d->label_key = o->label_key;
+    (void)network_label_offset(TRAIN_NAME, o->label_offset, d); /* refused by options_parse_texts */
 }
 
 /* A loader that is made to learn keys, files and counts from; it delivers nothing. */
@@ -81,9 +79,7 @@ static mpt_result data_probe_loader(mpt_ctx *ctx, const train_options *o, const 
     d.io = io;
     d.batch_size = d.height = d.width = d.channels = d.num_workers = d.shuffle_buffer = 1;
     d.num_classes = INT32_MAX;
-    d.image_key = o->image_key;
-    d.label_key = o->label_key;
-    data_set_offset(o, &d);
+    data_set_keys(o, &d);
     if (o->skip_bad_records > 0) d.on_bad_record = MPT_BAD_RECORD_SKIP;
     rc = mpt_loader_create(ctx, &d, &loader);
     if (rc == MPT_OK) {
@@ -291,12 +287,11 @@ static void data_resolve_augment(train_log *log, train_options *o) {
 /* A text to a value for each channel; a single number counts for all, and is written out. */
 static int data_spread(const train_options *o, const char *option, const char **text,
                        float values[3], char written[OPTIONS_TEXT]) {
-    int n = options_numbers(*text, -8, 8, values);
+    int n = network_channel_numbers(*text, -8, 8, values);
 
     if (n == 3 && o->channels == 1)
         return options_usage("--%s: '%s' has three numbers, but pictures are gray", option, *text);
     if (n == 3 || o->channels == 1) return CLI_RUN;
-    values[1] = values[2] = values[0];
     snprintf(written, OPTIONS_TEXT, "%s,%s,%s", *text, *text, *text);
     *text = written;
     return CLI_RUN;
@@ -360,12 +355,10 @@ static mpt_loader_desc data_desc(const train_options *o, const cli_list *paths,
     d.height = d.width = (int)o->image_size;
     d.channels = (int)o->channels;
     d.num_classes = (int)o->num_classes;
-    d.image_key = o->image_key;
-    d.label_key = o->label_key;
-    data_set_offset(o, &d);
+    data_set_keys(o, &d);
     d.num_workers = (int)o->workers;
     /* the network's own storage: half the bytes to move, and the same numbers */
-    if (precision == MPT_PRECISION_FP16 || precision == MPT_PRECISION_FP16_PURE) d.dtype = MPT_F16;
+    if (network_storage(precision) == MPT_F16) d.dtype = MPT_F16;
     for (c = 0; c < 3; c++) {
         d.mean[c] = o->mean_values[c];
         d.std[c] = o->std_values[c];

@@ -3,27 +3,33 @@
 #ifndef TRAIN_EXPORT_H
 #define TRAIN_EXPORT_H
 
+#include "common/buffer.h"
 #include "train/run.h"
 
 enum { EXPORT_MAX_PAIRS = 8, EXPORT_MAX_TEXT = 1 << 20 };
 
-/* A whole text file; NULL if there is none, it is too long, or it is no UTF-8. The caller frees. */
-static char *export_read_text(const char *path) {
-    FILE *f = *path ? fopen(path, "rb") : NULL;
-    char *text = f ? (char *)malloc(EXPORT_MAX_TEXT) : NULL;
-    size_t size = text ? fread(text, 1, EXPORT_MAX_TEXT, f) : 0, i = 0;
+/* Is it text that another program can show: not empty, UTF-8, without zeros? */
+static bool export_is_text(const byte_buffer *b) {
+    size_t i = 0;
     int n = 1;
 
-    if (f) fclose(f);
-    while (i < size && (n = cli_utf8_length((const unsigned char *)text + i, size - i)) > 0)
-        i += (size_t)n;
-    if (!text || size == 0 || size == EXPORT_MAX_TEXT || i < size || memchr(text, 0, size)) {
-        free(text);
+    while (i < b->size && (n = cli_utf8_length(b->data + i, b->size - i)) > 0) i += (size_t)n;
+    return b->size > 0 && n > 0 && !memchr(b->data, 0, b->size);
+}
+
+/* A text file without the ends of its last lines; NULL if there is none that is text. The caller
+   frees. */
+static char *export_read_text(const char *path) {
+    char why[BYTE_BUFFER_MESSAGE];
+    byte_buffer b = {NULL, 0, 0};
+
+    if (!*path) return NULL;
+    if (!byte_buffer_read(&b, path, EXPORT_MAX_TEXT, why) || !export_is_text(&b)) {
+        byte_buffer_free(&b);
         return NULL;
     }
-    while (size > 0 && text[size - 1] == '\n') size--;
-    text[size] = 0;
-    return text;
+    while (b.size > 0 && b.data[b.size - 1] == '\n') b.data[--b.size] = 0;
+    return (char *)b.data;
 }
 
 typedef struct export_pairs {

@@ -2,6 +2,7 @@
 #ifndef TRAIN_NETWORK_H
 #define TRAIN_NETWORK_H
 
+#include "common/buffer.h"
 #include "common/network.h"
 #include "train/log.h"
 
@@ -10,30 +11,19 @@ enum { NETWORK_MAX_TEXT = 1 << 20 };
 /* CLI_RUN, or the exit code after the message. */
 static int network_make_described(mpt_ctx *ctx, train_log *log, const train_options *o,
                                   mpt_model *m) {
-    char message[NETWORK_MESSAGE], *text = (char *)malloc(NETWORK_MAX_TEXT);
-    FILE *file;
-    size_t size = 0;
-    bool failed;
+    char message[NETWORK_MESSAGE], why[BYTE_BUFFER_MESSAGE];
+    byte_buffer text = {NULL, 0, 0};
+    int code = CLI_RUN;
 
-    if (!text) return log_fail(log, "no memory");
-    errno = 0;
-    file = fopen(o->arch, "rb");
-    if (file) size = fread(text, 1, NETWORK_MAX_TEXT, file);
-    failed = !file || ferror(file);
-    if (failed)
-        log_fail(log, "--arch: %s: can't %s it: %s", o->arch, file ? "read" : "open",
-                 cli_errno_text(errno));
-    else if (size == NETWORK_MAX_TEXT || memchr(text, 0, size)) {
-        failed = true;
-        log_fail(log, "--arch: %s: no description of a network", o->arch);
-    } else {
-        text[size] = 0;
-        failed = !network_describe(ctx, m, o->arch, text, (int)o->num_classes, message);
-        if (failed) log_fail(log, "%s", message);
-    }
-    if (file) fclose(file);
-    free(text);
-    return failed ? CLI_EXIT_FAILURE : CLI_RUN;
+    if (!byte_buffer_read(&text, o->arch, NETWORK_MAX_TEXT, why))
+        code = log_fail(log, "--arch: %s", why);
+    else if (memchr(text.data, 0, text.size))
+        code = log_fail(log, "--arch: %s: no description of a network", o->arch);
+    else if (!network_describe(ctx, m, o->arch, (const char *)text.data, (int)o->num_classes,
+                               message))
+        code = log_fail(log, "%s", message);
+    byte_buffer_free(&text);
+    return code;
 }
 
 static int network_make(mpt_ctx *ctx, train_log *log, const train_options *o, mpt_model **out) {
@@ -61,7 +51,7 @@ static int network_tell(train_log *log, const mpt_ctx *ctx, const mpt_model *m, 
 static void network_tell_plan(train_log *log, const train_options *o, const mpt_memory_plan *p) {
     static const char *const names[] = {"weights",    "master weights", "gradients",
                                         "optimizer",  "activations",    "workspace",
-                                        "statistics", "bookkeeping"};
+                                        "statistics", "staging",        "bookkeeping"};
     enum { PARTS = sizeof names / sizeof names[0] };
     size_t bytes[PARTS];
     char text[24], list[400];
@@ -74,7 +64,8 @@ static void network_tell_plan(train_log *log, const train_options *o, const mpt_
     bytes[4] = p->activations;
     bytes[5] = p->workspace;
     bytes[6] = p->statistics;
-    bytes[7] = p->bookkeeping;
+    bytes[7] = p->staging;
+    bytes[8] = p->bookkeeping;
     list[0] = 0;
     for (i = 0; i < PARTS; i++) {
         cli_human_bytes((double)bytes[i], text);

@@ -40,7 +40,7 @@ typedef struct train_options {
     int64_t print_freq;
     const char *report, *export_path;
     /* the rest */
-    const char *device;
+    int device;
     int64_t seed, threads;
     bool evaluate;
     /* taken apart from the texts above */
@@ -73,7 +73,7 @@ static void options_set_defaults(train_options *o) {
     o->accumulate = o->slices = 1;
     o->checkpoint_every = -1;
     o->print_freq = 10;
-    o->device = "cpu";
+    o->device = network_default_device();
 }
 
 static void options_add(train_options *o, cli_option option) {
@@ -122,7 +122,7 @@ static void options_add_data(train_options *o) {
 static void options_add_training(train_options *o) {
     options_add(o, cli_text("arch", 'a', &o->arch, "NAME",
                             "lenet, mlp, resnet20, resnet32, resnet56, resnet18, resnet34, "
-                            "resnet50, or a description FILE.txt, one layer a line"));
+                            "resnet50, or a description FILE.txt, as told above"));
     options_add(o, cli_int("epochs", 0, &o->epochs, 1, 1000000, "N",
                            "passes over --data; the schedule's length"));
     options_add(o, cli_default(cli_int("steps", 0, &o->steps, 1, INT64_MAX / 2, "N",
@@ -160,7 +160,7 @@ static void options_add_training(train_options *o) {
                                "none"));
     options_add(o, cli_default(cli_choice("precision", 0, &o->precision, NETWORK_PRECISIONS,
                                           "of weights and activations"),
-                               "fp16 where the processor converts it, else fp32"));
+                               "fp16 on a GPU, or where the processor converts it; else fp32"));
     options_add(o, cli_default(cli_choice("opt-level", 0, &o->opt_level, "O0|O1|O2|O3",
                                           "Apex' words: fp32, casts, fp16, fp16 throughout"),
                                "by --precision"));
@@ -178,7 +178,9 @@ static void options_add_training(train_options *o) {
 }
 
 static void options_add_rest(train_options *o) {
-    options_add(o, cli_text("device", 0, &o->device, "NAME", "where it runs"));
+    options_add(o, cli_choice("device", 0, &o->device, NETWORK_DEVICES,
+                              "where it trains; of several GPUs the first one in "
+                              "CUDA_VISIBLE_DEVICES"));
     options_add(o, cli_env(cli_default(cli_int("threads", 0, &o->threads, 1, 1024, "N",
                                                "threads that compute"),
                                        "cores"),
@@ -333,48 +335,27 @@ static int options_check_mode(const train_options *o) {
     if (!options_ends_with(o->arch, ".txt") && cli_choice_from_text(o->arch, NETWORK_NAMES) < 0)
         return options_usage("--arch: '%s' is none of %s, nor a FILE.txt", o->arch, NETWORK_NAMES);
     if (o->evaluate && o->steps > 0) return options_usage("--steps: --evaluate trains none");
-    if (strcmp(o->device, "cpu") != 0)
-        return options_usage("--device: '%s': this build knows cpu only", o->device);
+    if (network_check_device(TRAIN_NAME, o->device) != CLI_RUN) return CLI_EXIT_USAGE;
     return options_refuse_buckets(o);
 }
 
 /* ---- texts that hold numbers ----------------------------------------------------------------- */
-/* "0.5" or "0.485,0.456,0.406" to values and their number; 0: it is none of these. */
-static int options_numbers(const char *text, double low, double high, float values[3]) {
-    char part[32];
-    double value;
-    int n = 0;
-
-    for (;;) {
-        size_t size = strcspn(text, ",");
-        if (n == 3 || size >= sizeof part) return 0;
-        memcpy(part, text, size);
-        part[size] = 0;
-        if (!cli_double_from_text(part, &value) || value < low || value > high) return 0;
-        values[n++] = (float)value;
-        if (!text[size]) return n == 2 ? 0 : n;
-        text += size + 1;
-    }
-}
-
 static int options_parse_texts(train_options *o) {
-    double scale;
-    int64_t offset;
+    mpt_loader_desc offset;
     float values[3];
+    double scale;
 
-    if (o->mean && !options_numbers(o->mean, -8, 8, values))
+    if (o->mean && !network_channel_numbers(o->mean, -8, 8, values))
         return options_usage("--mean: '%s' is not one or three numbers from -8 to 8 (in units of "
                              "pixel / 255)",
                              o->mean);
-    if (o->std && !options_numbers(o->std, 1e-6, 8, values))
+    if (o->std && !network_channel_numbers(o->std, 1e-6, 8, values))
         return options_usage("--std: '%s' is not one or three numbers above 0 up to 8 (in units of "
                              "pixel / 255)",
                              o->std);
     if (o->channels == 2) return options_usage("--channels: 1 (gray) or 3 (colour), not 2");
-    if (strcmp(o->label_offset, "auto") != 0 &&
-        (!cli_int_from_text(o->label_offset, &offset) || offset < INT32_MIN || offset > INT32_MAX))
-        return options_usage("--label-offset: '%s' is neither auto nor a whole number",
-                             o->label_offset);
+    if (network_label_offset(TRAIN_NAME, o->label_offset, &offset) != CLI_RUN)
+        return CLI_EXIT_USAGE;
     o->has_loss_scale = o->loss_scale != NULL;
     if (!o->loss_scale || !strcmp(o->loss_scale, "dynamic")) return CLI_RUN;
     if (!cli_double_from_text(o->loss_scale, &scale) || scale < 1e-30 || scale > 1e30)
@@ -407,9 +388,11 @@ static int options_read(train_options *o, int argc, char **argv) {
     options_make_table(o);
     memset(&command, 0, sizeof command);
     command.name = TRAIN_NAME;
-    command.about = "Trains an image classifier on TFRecords, in mixed precision.\n"
-                    "Exit codes: 0 done, 1 bad data or a failure, 2 wrong usage, 128 + n after\n"
-                    "signal n with a checkpoint saved.";
+    command.about =
+        "Trains an image classifier on TFRecords, in mixed precision.\n"
+        "Exit codes: 0 done, 1 bad data or a failure, 2 wrong usage, 128 + n after\n"
+        "signal n with a checkpoint saved.\n\n"
+        "A network of your own: --arch FILE.txt, with a layer a line:\n" NETWORK_GRAMMAR;
     command.version = TRAIN_VERSION;
     command.options = o->table;
     command.num_options = o->count;
@@ -430,11 +413,10 @@ static int options_read(train_options *o, int argc, char **argv) {
 static mpt_precision options_precision(const train_options *o) {
     static const mpt_precision levels[] = {MPT_PRECISION_FP32, MPT_PRECISION_FP16_CAST,
                                            MPT_PRECISION_FP16, MPT_PRECISION_FP16_PURE};
-    static const mpt_precision words[] = {MPT_PRECISION_FP32, MPT_PRECISION_FP16,
-                                          MPT_PRECISION_BF16};
 
     if (o->opt_level >= 0) return levels[o->opt_level];
-    return o->precision >= 0 ? words[o->precision] : MPT_PRECISION_DEFAULT;
+    if (o->precision >= 0) return network_precision(o->precision);
+    return o->device == NETWORK_CUDA ? MPT_PRECISION_FP16 : MPT_PRECISION_DEFAULT;
 }
 
 static mpt_optimizer_kind options_optimizer(const train_options *o) {

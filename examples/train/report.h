@@ -86,9 +86,9 @@ static void report_plan(FILE *f, const mpt_memory_plan *p) {
     fprintf(f,
             "{\"weights\": %zu, \"master_weights\": %zu, \"gradients\": %zu, "
             "\"optimizer_state\": %zu, \"activations\": %zu, \"workspace\": %zu, "
-            "\"statistics\": %zu, \"bookkeeping\": %zu, \"total\": %zu}",
+            "\"statistics\": %zu, \"staging\": %zu, \"bookkeeping\": %zu, \"total\": %zu}",
             p->weights, p->master_weights, p->gradients, p->optimizer_state, p->activations,
-            p->workspace, p->statistics, p->bookkeeping, p->total);
+            p->workspace, p->statistics, p->staging, p->bookkeeping, p->total);
 }
 
 static int64_t report_peak_bytes(void) {
@@ -96,6 +96,16 @@ static int64_t report_peak_bytes(void) {
 
     if (getrusage(RUSAGE_SELF, &usage) != 0) return 0;
     return (int64_t)usage.ru_maxrss * 1024; /* Linux counts in KiB */
+}
+
+/* Where it ran. The bits of a run depend on the kernels: "avx2", or "sm_80" of a GPU. */
+static void report_backend(FILE *f, const train_run *r) {
+    mpt_trainer_info info = mpt_trainer_get_info(r->trainer);
+    char word[8];
+
+    report_text(f, "device", cli_choice_name(NETWORK_DEVICES, r->o.device, word, sizeof word));
+    report_text(f, "backend", info.backend);
+    report_text(f, "kernels", info.kernels);
 }
 
 static void report_steps(FILE *f, const train_run *r) {
@@ -128,8 +138,7 @@ static int report_write(train_run *r, const char *hash) {
     cli_json_text(f, mpt_version());
     report_text(f, "build", mpt_build_info());
     report_int(f, "seed", r->o.seed);
-    report_text(f, "device", r->o.device);
-    report_text(f, "kernels", mpt_trainer_get_info(r->trainer).kernels);
+    report_backend(f, r);
     report_int(f, "ranks", 1);
     report_int(f, "parameters", mpt_model_num_params(r->model));
     report_int(f, "total_steps", r->desc.total_steps);

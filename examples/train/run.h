@@ -18,13 +18,15 @@ typedef struct train_run {
     checkpoints saved;
     bool unsaved; /* the last checkpoint could not be written */
     /* numbers for the report */
-    mpt_step_report last;     /* of the last step; step 0: there was none */
+    mpt_step_report last;     /* the last one that was told; step 0: there was none */
     mpt_metrics metrics;      /* of the last evaluation */
     int64_t evaluated_at;     /* after so many steps; -1: never */
     double begun;             /* when the process began, in seconds of its clock */
     double training, waiting; /* seconds in steps, data included; in waiting for data */
     int64_t images;           /* records trained in this process */
+    int64_t under_way;        /* number of the step that was begun last, in this process; 0: none */
     /* of the epoch under way, or of the last one */
+    int64_t index; /* of the step that was begun last, from 1 */
     int64_t epoch, epoch_samples, epoch_correct, epoch_records;
     double epoch_loss; /* sum over epoch_samples; of steps whose loss is a number */
     double epoch_begun;
@@ -72,10 +74,13 @@ static void run_begin_epoch(train_run *r, const mpt_batch *batch) {
                     mpt_loader_get_info(r->data).steps_per_epoch);
 }
 
-static void run_count_step(train_run *r, const mpt_step_report *s, double seconds) {
-    r->last = *s;
+static void run_count_seconds(train_run *r, double seconds) {
     r->training += seconds;
     r->line_seconds += seconds;
+}
+
+static void run_count_step(train_run *r, const mpt_step_report *s) {
+    r->last = *s;
     r->images += s->num_samples;
     r->line_images += s->num_samples;
     r->epoch_records += s->num_samples;
@@ -85,7 +90,7 @@ static void run_count_step(train_run *r, const mpt_step_report *s, double second
     r->epoch_samples += s->num_samples;
 }
 
-static void run_tell_step(train_run *r, const mpt_step_report *s, int64_t index) {
+static void run_tell_step(train_run *r, const mpt_step_report *s) {
     log_step line;
     bool due = s->step % r->o.print_freq == 0;
 
@@ -93,7 +98,7 @@ static void run_tell_step(train_run *r, const mpt_step_report *s, int64_t index)
     if (!due && !r->log.live) return;
     line.epoch = r->epoch;
     line.epochs = r->o.epochs;
-    line.index = index;
+    line.index = r->index - (r->under_way - s->step);
     line.steps_per_epoch = mpt_loader_get_info(r->data).steps_per_epoch;
     line.loss = run_epoch_loss(r);
     line.accuracy = run_epoch_accuracy(r);
@@ -102,6 +107,14 @@ static void run_tell_step(train_run *r, const mpt_step_report *s, int64_t index)
     if (!due) return;
     r->line_images = 0;
     r->line_seconds = 0;
+}
+
+/* On a device a report comes while the next step computes, or when somebody waits for it; the last
+   one comes again until there is a new one. Each is counted and told once. */
+static void run_take_report(train_run *r, const mpt_step_report *s) {
+    if (s->step <= r->last.step) return;
+    run_count_step(r, s);
+    run_tell_step(r, s);
 }
 
 /* A disk that is full now may have room later, and the checkpoint before is still there: so the run
@@ -113,16 +126,45 @@ static void run_save(train_run *r, bool last) {
     if (!last) log_warn(&r->log, "no checkpoint was written; training goes on");
 }
 
-/* The loss scale can't go lower: says which tensor overflows first in the order of computation. */
-static int run_stuck(train_run *r, const mpt_batch *batch) {
+/* The loss scale can't go lower: says which tensor overflows first in the order of computation.
+   batch: of the last step that was begun; NULL: it is no longer there. late: the error is about the
+   step before that one, whose batch is gone. It changed no weight, so if the last step was skipped
+   as well, what overflows there tells of both. */
+static int run_stuck(train_run *r, const mpt_batch *batch, bool late) {
     char message[sizeof mpt_last_error(r->ctx)->message];
     mpt_overflow o;
 
     snprintf(message, sizeof message, "%s", mpt_last_error(r->ctx)->message);
-    if (mpt_trainer_autopsy(r->trainer, batch, &o) != MPT_OK || !o.found)
+    if (!batch || mpt_trainer_autopsy(r->trainer, batch, &o) != MPT_OK || !o.found)
         return log_fail(&r->log, "%s", message);
-    return log_fail(&r->log, "%s (here: %s, %s, element %lld)", message, o.layer, o.tensor,
-                    (long long)o.index);
+    return log_fail(&r->log, "%s (%s: %s, %s, element %lld)", message,
+                    late ? "in the step after it" : "here", o.layer, o.tensor, (long long)o.index);
+}
+
+/* Waits for the report of the step under way, if there is one: before what belongs behind that
+   step. batch: as for run_stuck. CLI_RUN or the exit code. */
+static int run_settle(train_run *r, const mpt_batch *batch) {
+    double begun = cli_seconds();
+    mpt_step_report s;
+    mpt_result rc;
+
+    if (r->under_way <= r->last.step) return CLI_RUN;
+    rc = mpt_trainer_sync(r->trainer, &s);
+    if (rc == MPT_ERR_INVALID_STATE) return run_stuck(r, batch, false);
+    if (rc) return log_fail_call(&r->log, r->ctx);
+    run_count_seconds(r, cli_seconds() - begun);
+    run_take_report(r, &s);
+    return CLI_RUN;
+}
+
+/* A call has failed. The step under way has nothing to do with it, and is told before. */
+static int run_fail(train_run *r) {
+    char message[sizeof mpt_last_error(r->ctx)->message];
+    int code;
+
+    snprintf(message, sizeof message, "%s", mpt_last_error(r->ctx)->message);
+    code = run_settle(r, NULL);
+    return code == CLI_RUN ? log_fail(&r->log, "%s", message) : code;
 }
 
 /* asked: when the batch was asked for, in seconds. CLI_RUN or the exit code. */
@@ -130,16 +172,23 @@ static int run_step(train_run *r, const mpt_batch *batch, double asked) {
     mpt_step_report s;
     double got = cli_seconds();
     mpt_result rc;
+    int code;
 
     if (batch->epoch != r->epoch) run_begin_epoch(r, batch);
+    memset(&s, 0, sizeof s);
     rc = mpt_trainer_step(r->trainer, batch, &s);
-    if (rc == MPT_ERR_INVALID_STATE) return run_stuck(r, batch);
-    if (rc) return log_fail_call(&r->log, r->ctx);
+    if (rc == MPT_ERR_INVALID_STATE)
+        return run_stuck(r, batch, s.step < mpt_trainer_get_info(r->trainer).steps);
+    if (rc) return run_fail(r);
+    r->under_way = mpt_trainer_get_info(r->trainer).steps;
+    r->index = batch->index + 1;
     r->waiting += got - asked;
-    run_count_step(r, &s, cli_seconds() - asked);
-    run_tell_step(r, &s, batch->index + 1);
-    if (checkpoint_is_due(&r->saved, s.step)) run_save(r, false);
-    return CLI_RUN;
+    run_count_seconds(r, cli_seconds() - asked);
+    run_take_report(r, &s);
+    if (!checkpoint_is_due(&r->saved, r->under_way)) return CLI_RUN;
+    code = run_settle(r, batch);
+    if (code == CLI_RUN) run_save(r, false);
+    return code;
 }
 
 /* ---- epochs ---------------------------------------------------------------------------------- */
@@ -148,7 +197,9 @@ static int run_step(train_run *r, const mpt_batch *batch, double asked) {
    nothing but that evaluation. */
 static int run_end_epoch(train_run *r) {
     mpt_loader_info info = mpt_loader_get_info(r->data);
+    int code = run_settle(r, NULL);
 
+    if (code != CLI_RUN) return code;
     log_epoch_end(&r->log);
     if (r->epoch == info.epoch - 1)
         log_epoch(&r->log, r->epoch, r->o.epochs, run_epoch_loss(r), run_epoch_accuracy(r),
@@ -186,7 +237,8 @@ static bool run_has_steps(const train_run *r) {
     return r->o.steps == 0 || mpt_trainer_get_info(r->trainer).steps < r->o.steps;
 }
 
-/* To the end of the epochs or steps. CLI_RUN, or the exit code. */
+/* To the end of the epochs or steps. CLI_RUN, or the exit code. A step that is still under way
+   behind the loop belongs to the last batch: at the end of an epoch none is. */
 static int run_train(train_run *r) {
     mpt_batch batch;
     mpt_result rc;
@@ -200,8 +252,9 @@ static int run_train(train_run *r) {
         rc = mpt_loader_next(r->data, &batch);
         if (rc == MPT_OK) code = run_step(r, &batch, asked);
         else if (rc == MPT_END) code = run_end_epoch(r);
-        else code = log_fail_call(&r->log, r->ctx);
+        else code = run_fail(r);
     }
+    if (code == CLI_RUN) code = run_settle(r, &batch);
     log_epoch_end(&r->log);
     if (code != CLI_RUN) return code;
     if (run_signal) return run_stop(r);

@@ -1,7 +1,7 @@
 /* kernel_test.h - launchers of kernels.cu against the CPU backend's definitions: for tests only
 
-   An operator's arguments hold pointers to host memory. The kernel gets a copy of them in which each
-   is a pointer to device memory with the same content; then both run, and outputs are compared:
+   An operator's arguments hold pointers to host memory. The kernel gets a copy of them in which
+   each is a pointer to device memory with the same content; then both run, and outputs compare:
 
        kernel_test t = kernel_test_open();                    skips the case where no device is
        mpt_pointwise_args a, d;

@@ -8,6 +8,7 @@
 
 #define MPTK_ON_CPU 1
 
+#include <new>
 #include <math.h>
 #include <tuple>
 #include <type_traits>
@@ -20,7 +21,7 @@
 #define __global__
 #define __device__
 #define __host__
-#define __constant__ static
+#define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -141,6 +142,10 @@ inline void __threadfence_block() {
 }
 inline void __threadfence_system() {
     __threadfence();
+}
+
+[[noreturn]] inline void __trap(cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
+    cuda_on_cpu::fault("__trap", where);
 }
 
 // ---- shuffles and votes --------------------------------------------------------------------------

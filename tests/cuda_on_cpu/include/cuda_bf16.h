@@ -25,6 +25,10 @@ struct CUDA_ON_CPU_ALIGN(2) __nv_bfloat16 {
 
 struct CUDA_ON_CPU_ALIGN(4) __nv_bfloat162 {
     __nv_bfloat16 x, y;
+
+    __nv_bfloat162() = default;
+    __nv_bfloat162(__nv_bfloat16 low, __nv_bfloat16 high) : x(low), y(high) {
+    }
 };
 
 typedef __nv_bfloat16 nv_bfloat16;

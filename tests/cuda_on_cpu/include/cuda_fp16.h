@@ -25,6 +25,10 @@ struct CUDA_ON_CPU_ALIGN(2) __half {
 
 struct CUDA_ON_CPU_ALIGN(4) __half2 {
     __half x, y;
+
+    __half2() = default;
+    __half2(__half low, __half high) : x(low), y(high) {
+    }
 };
 
 typedef __half half;

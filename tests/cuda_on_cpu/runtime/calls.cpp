@@ -11,8 +11,8 @@ cudaError_t fault_of_device;
 
 // The order of cuda_on_cpu_fail_call.
 struct FailureOrder {
-    std::string function; // empty: any
-    int countdown;        // 0: no order
+    char function[64]; // empty: any
+    int countdown;     // 0: no order
     int error;
 };
 FailureOrder failure_order;
@@ -44,7 +44,7 @@ cudaError_t device_fault() {
 int ordered_failure(const char *function) {
     FailureOrder &order = failure_order;
     if (!order.countdown) return 0;
-    if (!order.function.empty() && order.function != function) return 0;
+    if (order.function[0] && strcmp(order.function, function) != 0) return 0;
     return --order.countdown == 0 ? order.error : 0;
 }
 
@@ -199,7 +199,9 @@ extern "C" cudaError_t cudaGetDevice(int *device) {
 
 extern "C" void cuda_on_cpu_fail_call(const char *function, int n, int error) {
     std::lock_guard<std::recursive_mutex> lock(runtime_mutex());
-    failure_order = {function ? function : "", n, error};
+    snprintf(failure_order.function, sizeof failure_order.function, "%s", function ? function : "");
+    failure_order.countdown = n;
+    failure_order.error = error;
 }
 
 extern "C" void cuda_on_cpu_set_kernel_error(cudaError_t error) {

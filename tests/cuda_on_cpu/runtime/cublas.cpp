@@ -18,7 +18,7 @@ namespace cuda_on_cpu {
 
 namespace {
 
-std::set<cublasHandle_t> handles;
+Registry<cublasContext> handles;
 
 // A block of C that is summed in registers: ROWS along its columns, which are contiguous.
 enum { ROWS = 16, COLUMNS = 4 };
@@ -163,7 +163,7 @@ class BlasCall {
             status = device_fault() ? CUBLAS_STATUS_EXECUTION_FAILED : CUBLAS_STATUS_NOT_INITIALIZED;
     }
     BlasCall(const char *name, cublasHandle_t handle) : BlasCall(name) {
-        if (!status && !handles.count(handle)) status = CUBLAS_STATUS_NOT_INITIALIZED;
+        if (!status && !handles.has(handle)) status = CUBLAS_STATUS_NOT_INITIALIZED;
     }
     cublasStatus_t refusal() const {
         return status;
@@ -186,7 +186,7 @@ extern "C" cublasStatus_t cublasCreate_v2(cublasHandle_t *handle) {
     if (!handle) return CUBLAS_STATUS_INVALID_VALUE;
     *handle = new cublasContext();
     (*handle)->device = current_device();
-    handles.insert(*handle);
+    handles.add(*handle);
     counters().values.cublas_handles++;
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -194,7 +194,7 @@ extern "C" cublasStatus_t cublasCreate_v2(cublasHandle_t *handle) {
 extern "C" cublasStatus_t cublasDestroy_v2(cublasHandle_t handle) {
     BlasCall call("cublasDestroy", handle);
     if (call.refusal()) return call.refusal();
-    handles.erase(handle);
+    handles.remove(handle);
     delete handle;
     counters().values.cublas_handles--;
     return CUBLAS_STATUS_SUCCESS;

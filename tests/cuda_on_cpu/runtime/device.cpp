@@ -24,14 +24,17 @@ const ArchLimits arch_limits[] = {
     {90, 227, 228, 2048, 132, 50, 5120, "CPU as sm_90"},
 };
 
-const size_t SHARED_BYTES = 48 << 10; // of a block that did not opt in
 const unsigned MAX_GRID_X = 0x7fffffff;
 const unsigned MAX_GRID_YZ = 65535;
 const int DRIVER_VERSION = CUDART_VERSION;
 const int OLD_DRIVER_VERSION = 11040;
 
-// cudaFuncSetAttribute's dynamic shared memory, by kernel.
-std::map<const void *, size_t> shared_bytes_allowed;
+// cudaFuncSetAttribute's dynamic shared memory.
+struct SharedAllowance {
+    const void *function;
+    size_t bytes;
+};
+std::vector<SharedAllowance> shared_allowances;
 
 } // namespace
 
@@ -45,6 +48,13 @@ static size_t max_shared_bytes() {
     return static_cast<size_t>(limits().shared_kb_optin) << 10;
 }
 
+static size_t &shared_bytes_allowed(const void *function) {
+    for (SharedAllowance &allowance : shared_allowances)
+        if (allowance.function == function) return allowance.bytes;
+    shared_allowances.push_back({function, DEFAULT_SHARED_BYTES});
+    return shared_allowances.back().bytes;
+}
+
 // ---- launching -----------------------------------------------------------------------------------
 
 static cudaError_t check_launch(const Kernel &kernel) {
@@ -56,9 +66,7 @@ static cudaError_t check_launch(const Kernel &kernel) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaErrorInvalidConfiguration;
     if (grid.x > MAX_GRID_X || grid.y > MAX_GRID_YZ || grid.z > MAX_GRID_YZ)
         return cudaErrorInvalidConfiguration;
-    const auto found = shared_bytes_allowed.find(kernel.function);
-    const size_t allowed = found == shared_bytes_allowed.end() ? SHARED_BYTES : found->second;
-    return kernel.shared_bytes <= allowed ? cudaSuccess : cudaErrorInvalidValue;
+    return kernel.shared_bytes <= shared_bytes_allowed(kernel.function) ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 static void run_or_fault(const Kernel &kernel) {
@@ -106,7 +114,7 @@ extern "C" cudaError_t cudaFuncSetAttribute(const void *function, cudaFuncAttrib
         return call.done(cudaErrorInvalidValue);
     if (value < 0 || static_cast<size_t>(value) > max_shared_bytes())
         return call.done(cudaErrorInvalidValue);
-    shared_bytes_allowed[function] = static_cast<size_t>(value);
+    shared_bytes_allowed(function) = static_cast<size_t>(value);
     return cudaSuccess;
 }
 
@@ -116,14 +124,12 @@ extern "C" cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, con
     if (call.refused()) return call.refusal();
     if (settings().kernel_error) return call.done(settings().kernel_error);
     if (!attributes || !function) return call.done(cudaErrorInvalidDeviceFunction);
-    const auto found = shared_bytes_allowed.find(function);
     *attributes = {};
     attributes->maxThreadsPerBlock = MAX_THREADS;
     attributes->numRegs = 32;
     attributes->ptxVersion = settings().arch;
     attributes->binaryVersion = settings().arch;
-    attributes->maxDynamicSharedSizeBytes = static_cast<int>(
-        found == shared_bytes_allowed.end() ? SHARED_BYTES : found->second);
+    attributes->maxDynamicSharedSizeBytes = static_cast<int>(shared_bytes_allowed(function));
     return cudaSuccess;
 }
 
@@ -147,7 +153,7 @@ static cudaDeviceProp properties_of(int device) {
     cudaDeviceProp p = {};
     snprintf(p.name, sizeof p.name, "%s", arch.name);
     p.totalGlobalMem = settings().memory;
-    p.sharedMemPerBlock = SHARED_BYTES;
+    p.sharedMemPerBlock = DEFAULT_SHARED_BYTES;
     p.regsPerBlock = 65536;
     p.warpSize = WARP_SIZE;
     p.maxThreadsPerBlock = MAX_THREADS;

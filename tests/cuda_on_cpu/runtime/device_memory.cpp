@@ -10,7 +10,7 @@ namespace {
 
 const size_t ALIGNMENT = 256; // of cudaMalloc, by its documentation
 
-std::map<const char *, Allocation> allocations; // by their first byte
+std::vector<Allocation> allocations; // in order of address
 size_t used_bytes[MAX_DEVICES];
 int access_depth;
 
@@ -31,22 +31,37 @@ static void set_access(const Allocation &allocation, bool allowed) {
 
 DeviceAccess::DeviceAccess() {
     if (access_depth++) return;
-    for (auto &entry : allocations) set_access(entry.second, true);
+    for (const Allocation &allocation : allocations) set_access(allocation, true);
 }
 
 DeviceAccess::~DeviceAccess() {
     if (--access_depth) return;
-    for (auto &entry : allocations) set_access(entry.second, false);
+    for (const Allocation &allocation : allocations) set_access(allocation, false);
 }
 
 // ---- allocations ---------------------------------------------------------------------------------
 
+// The first allocation that begins beyond the address.
+static std::vector<Allocation>::iterator first_beyond(const void *address) {
+    return std::upper_bound(
+        allocations.begin(), allocations.end(), static_cast<const char *>(address),
+        [](const char *at, const Allocation &allocation) { return at < allocation.memory; });
+}
+
 const Allocation *find_allocation(const void *address) {
-    const char *at = static_cast<const char *>(address);
-    auto next = allocations.upper_bound(at);
-    if (next == allocations.begin()) return nullptr;
-    const Allocation &allocation = std::prev(next)->second;
-    return at < allocation.memory + allocation.bytes ? &allocation : nullptr;
+    const auto beyond = first_beyond(address);
+    if (beyond == allocations.begin()) return nullptr;
+    const Allocation &allocation = *std::prev(beyond);
+    const char *end = allocation.memory + allocation.bytes;
+    return static_cast<const char *>(address) < end ? &allocation : nullptr;
+}
+
+const Allocation *find_allocation_before(const void *address) {
+    const auto beyond = first_beyond(address);
+    if (beyond == allocations.begin()) return nullptr;
+    const Allocation &allocation = *std::prev(beyond);
+    const char *guard_end = allocation.mapping + allocation.mapping_bytes;
+    return static_cast<const char *>(address) < guard_end ? &allocation : nullptr;
 }
 
 // AddressSanitizer guards what comes from the heap to the byte; elsewhere a page guards the end.
@@ -87,16 +102,15 @@ static cudaError_t allocate(void **pointer, size_t bytes, Space space) {
     allocation.space = space;
     allocation.device = current_device();
     if (!get_memory(allocation)) return cudaErrorMemoryAllocation;
-    allocations[allocation.memory] = allocation;
+    allocations.insert(first_beyond(allocation.memory), allocation);
     if (access_depth == 0) set_access(allocation, false);
     *pointer = allocation.memory;
     return cudaSuccess;
 }
 
-static void release(const Allocation &found) {
-    const Allocation allocation = found;
+static void release(const Allocation &allocation) {
     set_access(allocation, true);
-    allocations.erase(allocation.memory);
+    allocations.erase(std::prev(first_beyond(allocation.memory)));
     give_memory_back(allocation);
 }
 
@@ -115,11 +129,11 @@ static void release_device(const Allocation &allocation) {
 }
 
 void free_all_allocations(int device) {
-    std::vector<const char *> starts;
-    for (auto &entry : allocations)
-        if (entry.second.space == Space::device && entry.second.device == device)
-            starts.push_back(entry.first);
-    for (const char *start : starts) release_device(allocations[start]);
+    for (size_t i = allocations.size(); i-- > 0;) {
+        const Allocation allocation = allocations[i];
+        if (allocation.space == Space::device && allocation.device == device)
+            release_device(allocation);
+    }
 }
 
 // ---- copies --------------------------------------------------------------------------------------
@@ -212,11 +226,12 @@ extern "C" cudaError_t cudaFree(void *pointer) {
     Call call("cudaFree", Call::not_captured);
     if (call.refused()) return call.refusal();
     if (!pointer) return cudaSuccess;
-    const Allocation *allocation = find_allocation(pointer);
-    if (!allocation || allocation->memory != pointer || allocation->space != Space::device)
+    const Allocation *found = find_allocation(pointer);
+    if (!found || found->memory != pointer || found->space != Space::device)
         return call.done(cudaErrorInvalidValue);
-    drain_device(allocation->device);
-    release_device(*allocation);
+    const Allocation allocation = *found;
+    drain_device(allocation.device);
+    release_device(allocation);
     return call.done(device_fault());
 }
 
@@ -240,12 +255,13 @@ extern "C" cudaError_t cudaFreeHost(void *pointer) {
     Call call("cudaFreeHost", Call::not_captured);
     if (call.refused()) return call.refusal();
     if (!pointer) return cudaSuccess;
-    const Allocation *allocation = find_allocation(pointer);
-    if (!allocation || allocation->memory != pointer || allocation->space != Space::pinned)
+    const Allocation *found = find_allocation(pointer);
+    if (!found || found->memory != pointer || found->space != Space::pinned)
         return call.done(cudaErrorInvalidValue);
+    const Allocation allocation = *found;
     for (int device = 0; device < settings().devices; device++) drain_device(device);
-    counters().values.pinned_bytes -= allocation->bytes;
-    release(*allocation);
+    counters().values.pinned_bytes -= allocation.bytes;
+    release(allocation);
     return call.done(device_fault());
 }
 

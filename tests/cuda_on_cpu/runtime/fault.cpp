@@ -49,32 +49,32 @@ void fault(const char *what, Where where) {
 
 // ---- faults that the processor finds -------------------------------------------------------------
 
-static void describe_address(const void *address, bool general, char *what, size_t bytes) {
-    const Allocation *allocation = find_allocation(address);
-    if (general)
-        snprintf(what, bytes, "a misaligned vector access, or a wild pointer");
-    else if (current && below_a_stack(current_warp->fibers[current_lane], address))
+static size_t offset_in(const Allocation &allocation, const void *address) {
+    return static_cast<size_t>(static_cast<const char *>(address) - allocation.memory);
+}
+
+static void describe_address(const void *address, char *what, size_t bytes) {
+    const Allocation *inside = find_allocation(address);
+    const Allocation *before = find_allocation_before(address);
+    if (current && below_a_stack(current_warp->fibers[current_lane], address))
         snprintf(what, bytes, "the locals of a thread are larger than its stack");
     else if (current && beyond_shared_memory(address))
         snprintf(what, bytes, "an access beyond dynamic shared memory");
-    else if (allocation && current)
-        snprintf(what, bytes, "an access %zu bytes into device memory of %zu bytes",
-                 static_cast<size_t>(static_cast<const char *>(address) - allocation->memory),
-                 allocation->bytes);
-    else if (allocation)
-        snprintf(what, bytes, "host code touches device memory (%zu bytes into %zu)",
-                 static_cast<size_t>(static_cast<const char *>(address) - allocation->memory),
-                 allocation->bytes);
+    else if (inside && !current)
+        snprintf(what, bytes, "host code touches device memory (byte %zu of %zu)",
+                 offset_in(*inside, address), inside->bytes);
+    else if (before)
+        snprintf(what, bytes, "an access to byte %zu of %zu that were allocated",
+                 offset_in(*before, address), before->bytes);
     else
         snprintf(what, bytes, "an access to address %p, which is no memory", address);
 }
 
 // The line of the program is not known here: a debugger shows it.
 static void on_signal(int, siginfo_t *info, void *) {
-    char what[160];
-    // The processor gives no address for a misaligned SSE access or an impossible pointer.
-    const bool general = info->si_code == SI_KERNEL;
-    describe_address(info->si_addr, general, what, sizeof what);
+    char what[160] = "a misaligned vector access, or a wild pointer";
+    // For those the processor gives no address.
+    if (info->si_code != SI_KERNEL) describe_address(info->si_addr, what, sizeof what);
     print_fault(current, what, nullptr);
     abort();
 }

@@ -45,7 +45,7 @@ CUDA_ON_CPU_UNCHECKED static void switch_stacks(const Place &from, const Place &
     swapcontext(&from.fiber->context, &to.fiber->context);
 }
 
-static void prepare_stack(Fiber &fiber, void (*entry)()) {
+CUDA_ON_CPU_UNCHECKED static void prepare_stack(Fiber &fiber, void (*entry)()) {
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = fiber.stack;
     fiber.context.uc_stack.ss_size = fiber.stack_bytes;
@@ -86,7 +86,7 @@ CUDA_ON_CPU_UNCHECKED static void switch_stacks(const Place &from, const Place &
 
 // The stack as the switch leaves one: six registers, then where to go on. At the entry of a
 // function the stack is 8 short of a multiple of 16, as after a call.
-static void prepare_stack(Fiber &fiber, void (*entry)()) {
+CUDA_ON_CPU_UNCHECKED static void prepare_stack(Fiber &fiber, void (*entry)()) {
     // Stacks lie a power of two apart. Without this shift the same local of all 32 lanes would
     // fall into one set of the cache, which holds 8 lines or so.
     const size_t shift = static_cast<size_t>(num_fibers) * 11 % 64 * 64;
@@ -144,7 +144,7 @@ CUDA_ON_CPU_UNCHECKED static void fiber_entry() {
     work_on_fiber();
 }
 
-static Fiber *make_fiber() {
+CUDA_ON_CPU_UNCHECKED static Fiber *make_fiber() {
     Fiber *fiber = new Fiber();
     char *memory = static_cast<char *>(mmap(nullptr, PAGE + STACK_BYTES, PROT_READ | PROT_WRITE,
                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));

@@ -6,8 +6,8 @@ namespace cuda_on_cpu {
 
 namespace {
 
-std::set<CUgraph_st *> graphs;
-std::set<CUgraphExec_st *> executables;
+Registry<CUgraph_st> graphs;
+Registry<CUgraphExec_st> executables;
 
 } // namespace
 
@@ -144,7 +144,7 @@ extern "C" cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *gr
     if (capture->invalid) return call.done(cudaErrorStreamCaptureInvalidated);
     if (!joined) return call.done(cudaErrorStreamCaptureUnjoined);
     *graph = new CUgraph_st{std::move(capture->nodes)};
-    graphs.insert(*graph);
+    graphs.add(*graph);
     counters().values.graphs++;
     return cudaSuccess;
 }
@@ -164,7 +164,7 @@ extern "C" cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCapt
 extern "C" cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
     Call call("cudaGraphGetNodes");
     if (call.refused()) return call.refusal();
-    if (!graphs.count(graph) || !count) return call.done(cudaErrorInvalidValue);
+    if (!graphs.has(graph) || !count) return call.done(cudaErrorInvalidValue);
     if (nodes) return call.done(cudaErrorNotSupported);
     *count = graph->nodes.size();
     return cudaSuccess;
@@ -174,9 +174,9 @@ extern "C" cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGra
                                             unsigned long long) {
     Call call("cudaGraphInstantiate");
     if (call.refused()) return call.refusal();
-    if (!executable || !graphs.count(graph)) return call.done(cudaErrorInvalidValue);
+    if (!executable || !graphs.has(graph)) return call.done(cudaErrorInvalidValue);
     *executable = new CUgraphExec_st{std::make_shared<std::vector<Node>>(graph->nodes)};
-    executables.insert(*executable);
+    executables.add(*executable);
     counters().values.graphs++;
     return cudaSuccess;
 }
@@ -184,7 +184,7 @@ extern "C" cudaError_t cudaGraphInstantiate(cudaGraphExec_t *executable, cudaGra
 extern "C" cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
     Call call("cudaGraphLaunch");
     if (call.refused()) return call.refusal();
-    if (!executables.count(executable)) return call.done(cudaErrorInvalidValue);
+    if (!executables.has(executable)) return call.done(cudaErrorInvalidValue);
     counters().values.graph_launches++;
     const std::shared_ptr<std::vector<Node>> nodes = executable->nodes;
     return call.done(submit(stream, [nodes] { run_nodes(*nodes); }));
@@ -193,7 +193,8 @@ extern "C" cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t 
 extern "C" cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
     Call call("cudaGraphDestroy");
     if (call.refused()) return call.refusal();
-    if (graphs.erase(graph) == 0) return call.done(cudaErrorInvalidValue);
+    if (!graphs.has(graph)) return call.done(cudaErrorInvalidValue);
+    graphs.remove(graph);
     delete graph;
     counters().values.graphs--;
     return cudaSuccess;
@@ -202,7 +203,8 @@ extern "C" cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 extern "C" cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
     Call call("cudaGraphExecDestroy");
     if (call.refused()) return call.refusal();
-    if (executables.erase(executable) == 0) return call.done(cudaErrorInvalidValue);
+    if (!executables.has(executable)) return call.done(cudaErrorInvalidValue);
+    executables.remove(executable);
     delete executable;
     counters().values.graphs--;
     return cudaSuccess;

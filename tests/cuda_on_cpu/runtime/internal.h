@@ -5,14 +5,11 @@
 #include <algorithm>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
-#include <set>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -28,6 +25,23 @@ const unsigned char POISON = 0xff; // fills memory that nobody has written
 inline size_t round_up(size_t bytes, size_t unit) {
     return (bytes + unit - 1) / unit * unit;
 }
+
+// The objects of one kind that exist. A plain list, as they are few; and of templates only, since
+// MemorySanitizer does not see into what the C++ library has compiled.
+template <class T> struct Registry {
+    std::vector<T *> objects;
+
+    bool has(const T *object) const {
+        return std::find(objects.begin(), objects.end(), object) != objects.end();
+    }
+    T *add(T *object) {
+        objects.push_back(object);
+        return object;
+    }
+    void remove(const T *object) {
+        objects.erase(std::find(objects.begin(), objects.end(), object));
+    }
+};
 
 // ---- settings.cpp: the environment, read once ----------------------------------------------------
 
@@ -78,6 +92,7 @@ const Kernel *running_kernel();
 
 // ---- shared_memory.cpp ---------------------------------------------------------------------------
 
+// A block can have 48 KB of it, or up to this after cudaFuncSetAttribute (on sm_90).
 enum { DEFAULT_SHARED_BYTES = 48 << 10, MAX_SHARED_BYTES = 227 << 10 };
 
 void prepare_shared_memory(size_t dynamic_bytes);
@@ -107,8 +122,9 @@ struct Allocation {
     size_t mapping_bytes;
 };
 
-// The allocation that holds the address, or null.
+// The allocation that holds the address, or null; likewise the one that ends just before it.
 const Allocation *find_allocation(const void *address);
+const Allocation *find_allocation_before(const void *address);
 void free_all_allocations(int device);
 
 // ---- streams.cpp ---------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ namespace cuda_on_cpu {
 
 // The stream of a handle; null if there is none.
 CUstream_st *find_stream(cudaStream_t handle);
-const std::set<CUstream_st *> &all_streams();
+const std::vector<CUstream_st *> &all_streams();
 bool event_exists(cudaEvent_t event);
 
 // In graphs.cpp: what an operation, an event, a wait means in a stream that is being captured.

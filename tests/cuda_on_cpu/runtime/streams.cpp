@@ -15,8 +15,8 @@ namespace {
 // A GPU's queue holds about a thousand launches; the host waits at the next.
 const long MAX_PENDING = 1024;
 
-std::set<CUstream_st *> streams; // the NULL streams of the devices too
-std::set<CUevent_st *> events;
+Registry<CUstream_st> streams; // the NULL streams of the devices too
+Registry<CUevent_st> events;
 CUstream_st *legacy_streams[MAX_DEVICES];
 
 enum class Manner { mixed, late, early };
@@ -29,8 +29,7 @@ static CUstream_st *add_stream(bool blocking) {
     CUstream_st *stream = new CUstream_st();
     stream->device = current_device();
     stream->blocking = blocking;
-    streams.insert(stream);
-    return stream;
+    return streams.add(stream);
 }
 
 static CUstream_st *legacy_stream(int device) {
@@ -45,16 +44,15 @@ static CUstream_st *legacy_stream(int device) {
 
 CUstream_st *find_stream(cudaStream_t handle) {
     if (!handle || handle == cudaStreamLegacy) return legacy_stream(current_device());
-    const auto found = streams.find(handle);
-    return found == streams.end() || (*found)->destroyed ? nullptr : handle;
+    return streams.has(handle) && !handle->destroyed ? handle : nullptr;
 }
 
-const std::set<CUstream_st *> &all_streams() {
-    return streams;
+const std::vector<CUstream_st *> &all_streams() {
+    return streams.objects;
 }
 
 bool event_exists(cudaEvent_t event) {
-    return events.count(event) != 0;
+    return events.has(event);
 }
 
 // ---- running -------------------------------------------------------------------------------------
@@ -85,13 +83,13 @@ static void run_head(CUstream_st &stream) {
 
 static void forget_if_over(CUstream_st *stream) {
     if (!stream->destroyed || !stream->queue.empty()) return;
-    streams.erase(stream);
+    streams.remove(stream);
     delete stream;
 }
 
 static std::vector<CUstream_st *> streams_that_can_run(const CUstream_st *but) {
     std::vector<CUstream_st *> ready;
-    for (CUstream_st *stream : streams)
+    for (CUstream_st *stream : streams.objects)
         if (stream != but && can_run(*stream)) ready.push_back(stream);
     return ready;
 }
@@ -130,7 +128,7 @@ static void complete(const std::shared_ptr<Work> &work) {
 }
 
 static void forget_streams_that_are_over() {
-    const std::set<CUstream_st *> copy = streams;
+    const std::vector<CUstream_st *> copy = streams.objects;
     for (CUstream_st *stream : copy) forget_if_over(stream);
 }
 
@@ -148,7 +146,7 @@ void drain_stream(cudaStream_t handle) {
 
 void drain_device(int device) {
     DeviceAccess access;
-    for (CUstream_st *stream : streams)
+    for (CUstream_st *stream : streams.objects)
         if (stream->device == device && stream->last) complete(stream->last);
     forget_streams_that_are_over();
 }
@@ -157,7 +155,7 @@ void drain_device(int device) {
 
 // The NULL stream waits for all blocking streams of its device, and they for it.
 static void order_with_legacy(CUstream_st &stream, Work &work) {
-    for (CUstream_st *other : streams) {
+    for (CUstream_st *other : streams.objects) {
         const bool ordered = (stream.legacy && other->blocking) ||
                              (stream.blocking && other->legacy);
         if (!ordered || other->device != stream.device) continue;
@@ -278,7 +276,7 @@ static cudaError_t create_event(Call &call, cudaEvent_t *event, unsigned flags) 
     if (!event || flags & ~known) return call.done(cudaErrorInvalidValue);
     *event = new CUevent_st();
     (*event)->flags = flags;
-    events.insert(*event);
+    events.add(*event);
     counters().values.events++;
     return cudaSuccess;
 }
@@ -299,7 +297,7 @@ extern "C" cudaError_t cudaEventDestroy(cudaEvent_t event) {
     Call call("cudaEventDestroy");
     if (call.refused()) return call.refusal();
     if (!event_exists(event)) return call.done(cudaErrorInvalidResourceHandle);
-    events.erase(event);
+    events.remove(event);
     delete event;
     counters().values.events--;
     return cudaSuccess;
