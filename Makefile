@@ -141,7 +141,7 @@ CUDNN_HOME  ?= $(patsubst %/include/cudnn.h,%,$(firstword $(wildcard $(CUDA_HOME
                                                                      /usr/include/cudnn.h)))
 CUDNN_DIRS   = $(wildcard $(CUDNN_HOME)/lib64 $(CUDNN_HOME)/lib)
 CUDNN_FLAGS  = $(if $(CUDNN_HOME),-DBENCH_CUDNN -isystem $(CUDNN_HOME)/include)
-CUDNN_LIBS   = $(if $(CUDNN_HOME),$(CUDNN_DIRS:%=-L% -Wl,-rpath,%) -lcudnn)
+CUDNN_LIBS   = $(if $(CUDNN_HOME),$(foreach d,$(CUDNN_DIRS),-L$(d) -Wl,-rpath,$(d)) -lcudnn)
 
 $(BUILD)/cuda/bench_device: tests/cuda/bench_device.c $(BUILD)/kernels.o $(HEADERS) $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -169,7 +169,7 @@ machine_x86_64 := -mavx2 -mfma -mf16c
 # Half memory is read as uint4 in kernels.cu, as nvcc allows; -ffp-contract=off: no FMA but fmaf.
 RUNNER_FLAGS    = -std=c++17 $(CFLAGS) -g -fno-strict-aliasing -ffp-contract=off \
                   $(machine_$(shell uname -m)) -I. -I$(RUNNER)/include
-DEVICE_FLAGS   ?= -x c++ -include $(RUNNER)/device.h
+DEVICE_FLAGS    = -x c++ -include $(RUNNER)/device.h
 
 emulate: $(ON_CPU)/sm_80/emulate ## train small networks with kernels.cu run by the CPU
 	$<

@@ -656,12 +656,15 @@ static void bench_training(bench *b) {
 static void bench_open(bench *b) {
     struct cudaDeviceProp device;
     mpt_ctx_desc desc;
-    int runtime = 0, driver = 0;
+    int runtime = 0, driver = 0, devices = 0;
+    cudaError_t error = cudaGetDeviceCount(&devices);
 
+    if (error || devices == 0)
+        give_up("no GPU: %s", error ? cudaGetErrorString(error) : "there is none");
     if (!mpt_backend_cuda()) give_up("built without MPTRAIN_CUDA");
     memset(&desc, 0, sizeof desc);
     desc.backend = b->ops = mpt_backend_cuda();
-    if (mpt_ctx_create(&desc, &b->ctx)) give_up("no memory");
+    if (mpt_ctx_create(&desc, &b->ctx)) give_up("no context on this device");
     MPT_OK_OR_GIVE_UP(b->ctx, b->ops->open(b->ctx, 0, &b->self));
     CUDA_OK(cudaGetDeviceProperties(&device, 0));
     CUDA_OK(cudaRuntimeGetVersion(&runtime));
