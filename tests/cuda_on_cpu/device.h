@@ -39,8 +39,8 @@
 #define CUDA_ON_CPU_TEXT_(x) #x
 #define CUDA_ON_CPU_TEXT(x) CUDA_ON_CPU_TEXT_(x)
 #define __shared__ \
-    static __attribute__((section( \
-        "cuda_on_cpu_shared,\"aw\",@progbits#" CUDA_ON_CPU_TEXT(__COUNTER__))))
+    static __attribute__(( \
+        section("cuda_on_cpu_shared,\"aw\",@progbits#" CUDA_ON_CPU_TEXT(__COUNTER__))))
 #else
 #define __shared__ static
 #endif
@@ -113,12 +113,10 @@ inline int __syncthreads_count(int predicate,
                                cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
     return cuda_on_cpu::sync_block(predicate != 0, where);
 }
-inline int __syncthreads_or(int predicate,
-                            cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
+inline int __syncthreads_or(int predicate, cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
     return cuda_on_cpu::sync_block(predicate != 0, where) != 0;
 }
-inline int __syncthreads_and(int predicate,
-                             cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
+inline int __syncthreads_and(int predicate, cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
     return cuda_on_cpu::sync_block(predicate == 0, where) == 0;
 }
 
@@ -161,15 +159,14 @@ CUDA_ON_CPU_UNCHECKED inline T shuffle(unsigned mask, T value, int source, Where
     const unsigned lane = current_lane;
     memcpy(&warp.in[lane], &value, sizeof value);
     warp.source[lane] = source;
-    meet(mask, Operation::shuffle, where,
-         [where](Warp &w, unsigned lanes) CUDA_ON_CPU_UNCHECKED {
-             for (unsigned rest = lanes; rest; rest &= rest - 1) {
-                 const unsigned reader = static_cast<unsigned>(__builtin_ctz(rest));
-                 if (!(lanes >> w.source[reader] & 1))
-                     fault_in(w, reader, "a shuffle reads a lane that is not there", where);
-                 w.out[reader] = w.in[w.source[reader]];
-             }
-         });
+    meet(mask, Operation::shuffle, where, [where](Warp &w, unsigned lanes) CUDA_ON_CPU_UNCHECKED {
+        for (unsigned rest = lanes; rest; rest &= rest - 1) {
+            const unsigned reader = static_cast<unsigned>(__builtin_ctz(rest));
+            if (!(lanes >> w.source[reader] & 1))
+                fault_in(w, reader, "a shuffle reads a lane that is not there", where);
+            w.out[reader] = w.in[w.source[reader]];
+        }
+    });
     memcpy(&value, &warp.out[lane], sizeof value);
     return value;
 }

@@ -72,10 +72,8 @@ template <class T> static std::vector<T> converted(const std::vector<float> &val
 // ---- grids, arguments, memory --------------------------------------------------------------------
 
 __global__ void write_place(uint4 *out) {
-    const unsigned block =
-        blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-    const unsigned thread =
-        threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+    const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    const unsigned thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
     const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
     out[block * threads + thread] = make_uint4(blockIdx.x, blockIdx.z, threadIdx.y, thread);
 }
@@ -304,11 +302,12 @@ MPT_TEST(atomics_of_a_grid) {
 
 // The value of the bits by the definition of the format.
 static double value_of(unsigned bits, int mantissa_bits, int bias) {
-    const int exponent = static_cast<int>(bits >> mantissa_bits & ((1u << (15 - mantissa_bits)) - 1));
+    const int exponent = static_cast<int>(bits >> mantissa_bits &
+                                          ((1u << (15 - mantissa_bits)) - 1));
     const int mantissa = static_cast<int>(bits & ((1u << mantissa_bits) - 1));
-    const double magnitude =
-        exponent ? ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits)
-                 : ldexp(mantissa, 1 - bias - mantissa_bits);
+    const double magnitude = exponent ? ldexp((1 << mantissa_bits) + mantissa,
+                                              exponent - bias - mantissa_bits)
+                                      : ldexp(mantissa, 1 - bias - mantissa_bits);
     return bits & 0x8000u ? -magnitude : magnitude;
 }
 
@@ -418,7 +417,8 @@ template <class T> __global__ void mma_product(const T *a, const T *b, float *d)
 }
 
 static void check_product(const std::vector<float> &got, const std::vector<float> &a,
-                          const std::vector<float> &b, int rows, int columns, int depth, float add) {
+                          const std::vector<float> &b, int rows, int columns, int depth,
+                          float add) {
     for (int row = 0; row < rows; row++) {
         for (int column = 0; column < columns; column++) {
             float sum = add;
@@ -550,7 +550,8 @@ template <class T, class C> static void check_gemm(cublasHandle_t blas, const Ge
                        b[g.op_b == CUBLAS_OP_N ? p + j * ldb : j + p * ldb];
             const int at = i + j * ldc;
             const float expected = g.alpha * sum + (g.beta == 0 ? 0 : g.beta * c[at]);
-            CHECK_NEAR(static_cast<float>(got[at]), static_cast<float>(C(expected)), 0); // exact sums
+            CHECK_NEAR(static_cast<float>(got[at]), static_cast<float>(C(expected)),
+                       0); // exact sums
         }
     }
 }

@@ -75,7 +75,8 @@ static void multiply_block(const float *a, size_t a_step, const float *b, size_t
     for (int p = 0; p < k; p++) {
         Rows rows;
         memcpy(&rows, a + static_cast<size_t>(p) * a_step, sizeof rows);
-        for (size_t j = 0; j < COLUMNS; j++) sums[j] += rows * b[j * b_step + static_cast<size_t>(p)];
+        for (size_t j = 0; j < COLUMNS; j++)
+            sums[j] += rows * b[j * b_step + static_cast<size_t>(p)];
     }
 }
 
@@ -160,7 +161,8 @@ class BlasCall {
     explicit BlasCall(const char *name)
         : call(nullptr), status(static_cast<cublasStatus_t>(ordered_failure(name))) {
         if (!status && call.refused())
-            status = device_fault() ? CUBLAS_STATUS_EXECUTION_FAILED : CUBLAS_STATUS_NOT_INITIALIZED;
+            status = device_fault() ? CUBLAS_STATUS_EXECUTION_FAILED
+                                    : CUBLAS_STATUS_NOT_INITIALIZED;
     }
     BlasCall(const char *name, cublasHandle_t handle) : BlasCall(name) {
         if (!status && !handles.has(handle)) status = CUBLAS_STATUS_NOT_INITIALIZED;

@@ -66,7 +66,8 @@ static cudaError_t check_launch(const Kernel &kernel) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaErrorInvalidConfiguration;
     if (grid.x > MAX_GRID_X || grid.y > MAX_GRID_YZ || grid.z > MAX_GRID_YZ)
         return cudaErrorInvalidConfiguration;
-    return kernel.shared_bytes <= shared_bytes_allowed(kernel.function) ? cudaSuccess : cudaErrorInvalidValue;
+    return kernel.shared_bytes <= shared_bytes_allowed(kernel.function) ? cudaSuccess
+                                                                        : cudaErrorInvalidValue;
 }
 
 static void run_or_fault(const Kernel &kernel) {

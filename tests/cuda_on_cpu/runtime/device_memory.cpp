@@ -43,9 +43,11 @@ DeviceAccess::~DeviceAccess() {
 
 // The first allocation that begins beyond the address.
 static std::vector<Allocation>::iterator first_beyond(const void *address) {
-    return std::upper_bound(
-        allocations.begin(), allocations.end(), static_cast<const char *>(address),
-        [](const char *at, const Allocation &allocation) { return at < allocation.memory; });
+    return std::upper_bound(allocations.begin(), allocations.end(),
+                            static_cast<const char *>(address),
+                            [](const char *at, const Allocation &allocation) {
+                                return at < allocation.memory;
+                            });
 }
 
 const Allocation *find_allocation(const void *address) {

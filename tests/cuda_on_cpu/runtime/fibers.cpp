@@ -132,15 +132,12 @@ static void arrived_on(Fiber *fiber) {
 CUDA_ON_CPU_UNCHECKED static void leave_for(Fiber *, const Fiber *to) {
     __tsan_switch_to_fiber(to->tsan_fiber, 1);
 }
-CUDA_ON_CPU_UNCHECKED static void arrived_on(Fiber *) {
-}
+CUDA_ON_CPU_UNCHECKED static void arrived_on(Fiber *) {}
 
 #else
 
-static void leave_for(Fiber *, const Fiber *) {
-}
-static void arrived_on(Fiber *) {
-}
+static void leave_for(Fiber *, const Fiber *) {}
+static void arrived_on(Fiber *) {}
 
 #endif
 

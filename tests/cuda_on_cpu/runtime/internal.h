@@ -120,7 +120,7 @@ struct Allocation {
     size_t bytes;
     Space space;
     int device;
-    char *mapping;        // with the page that guards its end; null if from the heap
+    char *mapping; // with the page that guards its end; null if from the heap
     size_t mapping_bytes;
 };
 

@@ -352,7 +352,7 @@ extern "C" cudaError_t cudaEventQuery(cudaEvent_t event) {
 extern "C" cudaError_t cudaEventElapsedTime(float *elapsed, cudaEvent_t start, cudaEvent_t end) {
     Call call("cudaEventElapsedTime");
     if (call.refused()) return call.refusal();
-    if (!elapsed || !event_exists(start) || !event_exists(end)) 
+    if (!elapsed || !event_exists(start) || !event_exists(end))
         return call.done(cudaErrorInvalidResourceHandle);
     if ((start->flags | end->flags) & cudaEventDisableTiming || !start->work || !end->work)
         return call.done(cudaErrorInvalidResourceHandle);
