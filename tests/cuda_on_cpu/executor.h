@@ -2,8 +2,8 @@
 //
 // A CUDA thread is a fiber: a stack of its own that the scheduler of runtime/scheduler.cpp switches
 // to. All run on one thread of the operating system, one at a time, until they wait: for the block
-// (__syncthreads) or for lanes of their warp (a meeting: shuffles, votes, __syncwarp, mma). The lane
-// that arrives last at a meeting does the work of all, then the others go on with their results.
+// (__syncthreads) or for lanes of their warp (a meeting: shuffles, votes, __syncwarp, mma). The
+// lane that arrives last at a meeting does the work of all, then all go on with their results.
 #ifndef CUDA_ON_CPU_EXECUTOR_H
 #define CUDA_ON_CPU_EXECUTOR_H
 
@@ -137,7 +137,7 @@ inline bool aligned(const void *pointer, size_t bytes) {
     return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-// ---- matrix instructions -------------------------------------------------------------------------
+// ---- matrix instructions ------------------------------------------------------------------------
 
 // Eight neighbours of a row, in a register where the processor has such. Moved by assignment, as
 // memcpy may go in smaller pieces, which the processor can't hand on from store to load.
@@ -158,12 +158,12 @@ void multiply_four_8x8x4(Warp &warp);
 
 void load_matrices(unsigned r[4], const void *row, bool transposed, Where where);
 
-// ---- asynchronous copies -------------------------------------------------------------------------
+// ---- asynchronous copies ------------------------------------------------------------------------
 
 void begin_copy(void *to, const void *from, Where where); // from null: zeros
 void finish_copies(int groups);                           // all of groups 0 to groups - 1
 
-// ---- launching -----------------------------------------------------------------------------------
+// ---- launching ----------------------------------------------------------------------------------
 
 // A kernel with its arguments copied, ready to run any number of times.
 struct Kernel {

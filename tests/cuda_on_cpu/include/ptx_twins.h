@@ -9,7 +9,7 @@
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
 
-// ---- cp.async ------------------------------------------------------------------------------------
+// ---- cp.async -----------------------------------------------------------------------------------
 
 // Copies 16 bytes to shared memory, or zeros if not valid. They arrive when waited for and not
 // earlier; until then the place holds NaN.
@@ -27,10 +27,10 @@ template <int N> inline void mptk_cp_async_wait() {
     cuda_on_cpu::finish_copies(cuda_on_cpu::current->open_group - N);
 }
 
-// ---- ldmatrix ------------------------------------------------------------------------------------
+// ---- ldmatrix -----------------------------------------------------------------------------------
 
-// Four 8x8 matrices of 16-bit elements: lanes 8m to 8m + 7 give the rows of matrix m, 16 bytes each;
-// r[m] receives two neighbours of row lane / 4 (of a column, if transposed).
+// Four 8x8 matrices of 16-bit elements: lanes 8m to 8m + 7 give the rows of matrix m, 16 bytes
+// each; r[m] receives two neighbours of row lane / 4 (of a column, if transposed).
 inline void mptk_ldmatrix_x4(unsigned r[4], const void *row,
                              cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
     cuda_on_cpu::load_matrices(r, row, false, where);
@@ -41,7 +41,7 @@ inline void mptk_ldmatrix_x4_trans(unsigned r[4], const void *row,
     cuda_on_cpu::load_matrices(r, row, true, where);
 }
 
-// ---- mma.sync ------------------------------------------------------------------------------------
+// ---- mma.sync -----------------------------------------------------------------------------------
 
 namespace cuda_on_cpu {
 

@@ -85,7 +85,7 @@ void set_last_error(cudaError_t error) {
 
 using namespace cuda_on_cpu;
 
-// ---- errors --------------------------------------------------------------------------------------
+// ---- errors -------------------------------------------------------------------------------------
 
 namespace {
 
@@ -196,7 +196,7 @@ extern "C" cudaError_t cudaGetDevice(int *device) {
     return cudaSuccess;
 }
 
-// ---- orders of a test ----------------------------------------------------------------------------
+// ---- orders of a test ---------------------------------------------------------------------------
 
 extern "C" void cuda_on_cpu_fail_call(const char *function, int n, int error) {
     std::lock_guard<std::recursive_mutex> lock(runtime_mutex());

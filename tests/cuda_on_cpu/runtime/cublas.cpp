@@ -126,7 +126,7 @@ static void run_gemm(Gemm g) {
     else set_device_fault(cudaErrorIllegalAddress);
 }
 
-// ---- checks --------------------------------------------------------------------------------------
+// ---- checks -------------------------------------------------------------------------------------
 
 static bool known_type(cudaDataType type) {
     return type == CUDA_R_16F || type == CUDA_R_16BF || type == CUDA_R_32F;
@@ -180,7 +180,7 @@ class BlasCall {
 
 using namespace cuda_on_cpu;
 
-// ---- the API -------------------------------------------------------------------------------------
+// ---- the API ------------------------------------------------------------------------------------
 
 extern "C" cublasStatus_t cublasCreate_v2(cublasHandle_t *handle) {
     BlasCall call("cublasCreate");
@@ -308,7 +308,7 @@ extern "C" cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t 
     return error ? CUBLAS_STATUS_EXECUTION_FAILED : CUBLAS_STATUS_SUCCESS;
 }
 
-// ---- texts ---------------------------------------------------------------------------------------
+// ---- texts --------------------------------------------------------------------------------------
 
 namespace {
 

@@ -55,7 +55,7 @@ static size_t &shared_bytes_allowed(const void *function) {
     return shared_allowances.back().bytes;
 }
 
-// ---- launching -----------------------------------------------------------------------------------
+// ---- launching ----------------------------------------------------------------------------------
 
 static cudaError_t check_launch(const Kernel &kernel) {
     const dim3 grid = kernel.grid;
@@ -102,7 +102,7 @@ cudaError_t enqueue_kernel(const Kernel &kernel, size_t arguments_bytes,
 
 using namespace cuda_on_cpu;
 
-// ---- the API: kernels ----------------------------------------------------------------------------
+// ---- the API: kernels ---------------------------------------------------------------------------
 
 extern "C" cudaError_t cudaFuncSetAttribute(const void *function, cudaFuncAttribute attribute,
                                             int value) {
@@ -134,7 +134,7 @@ extern "C" cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, con
     return cudaSuccess;
 }
 
-// ---- the API: devices ----------------------------------------------------------------------------
+// ---- the API: devices ---------------------------------------------------------------------------
 
 extern "C" cudaError_t cudaGetDeviceCount(int *count) {
     Call call("cudaGetDeviceCount");

@@ -47,7 +47,7 @@ void fault(const char *what, Where where) {
     abort();
 }
 
-// ---- faults that the processor finds -------------------------------------------------------------
+// ---- faults that the processor finds ------------------------------------------------------------
 
 static size_t offset_in(const Allocation &allocation, const void *address) {
     return static_cast<size_t>(static_cast<const char *>(address) - allocation.memory);

@@ -45,7 +45,7 @@ CUDA_ON_CPU_UNCHECKED static Fiber *&pool_of(unsigned thread) {
     return free_fibers[CUDA_ON_CPU_TSAN ? thread : 0];
 }
 
-// ---- the switch ----------------------------------------------------------------------------------
+// ---- the switch ---------------------------------------------------------------------------------
 
 #ifdef CUDA_ON_CPU_UCONTEXT
 
@@ -151,7 +151,7 @@ CUDA_ON_CPU_UNCHECKED Place host_place() {
     return {&host_fiber, &host_stack_pointer};
 }
 
-// ---- the pool ------------------------------------------------------------------------------------
+// ---- the pool -----------------------------------------------------------------------------------
 
 CUDA_ON_CPU_UNCHECKED static void fiber_entry() {
     arrived_on(current_warp->fibers[current_lane]);

@@ -1,10 +1,10 @@
-// The products that all matrix instructions come to, and the exchange of ldmatrix. Lanes bring their
-// operands to the matrices of their warp, the last one multiplies, then each takes its part.
+// The products that all matrix instructions come to, and the exchange of ldmatrix. Lanes bring
+// their operands to the matrices of their warp, the last one multiplies, each takes its part.
 #include "internal.h"
 
 namespace cuda_on_cpu {
 
-// ---- products ------------------------------------------------------------------------------------
+// ---- products -----------------------------------------------------------------------------------
 
 // 16 rows, depth 16 and 8 * WIDE columns.
 template <int WIDE>
@@ -43,7 +43,7 @@ CUDA_ON_CPU_UNCHECKED void multiply_four_8x8x4(Warp &warp) {
     }
 }
 
-// ---- ldmatrix ------------------------------------------------------------------------------------
+// ---- ldmatrix -----------------------------------------------------------------------------------
 
 CUDA_ON_CPU_UNCHECKED static uint32_t element_of_row(const Warp &warp, int row, int column) {
     return warp.rows[row][column / 2] >> 16 * (column % 2) & 0xffffu;

@@ -56,7 +56,7 @@ const Kernel *running_kernel() {
     return kernel_now;
 }
 
-// ---- choosing ------------------------------------------------------------------------------------
+// ---- choosing -----------------------------------------------------------------------------------
 
 static uint64_t random_state;
 
@@ -125,7 +125,7 @@ CUDA_ON_CPU_UNCHECKED static Place place_of_current() {
     fault("deadlock: threads wait in __syncthreads", block.barrier_where);
 }
 
-// ---- waiting -------------------------------------------------------------------------------------
+// ---- waiting ------------------------------------------------------------------------------------
 
 // Lets others run until this lane may go on; true if it must complete its meeting, as the last lane
 // that it waited for has returned.
@@ -199,7 +199,7 @@ CUDA_ON_CPU_UNCHECKED int sync_block(bool predicate, Where where) {
     return block.barrier_result;
 }
 
-// ---- a thread's life -----------------------------------------------------------------------------
+// ---- a thread's life ----------------------------------------------------------------------------
 
 // A lane that returns may be the one that others waited for.
 CUDA_ON_CPU_UNCHECKED static void complete_without(Warp &warp) {
@@ -254,7 +254,7 @@ CUDA_ON_CPU_UNCHECKED void work_on_fiber() {
     }
 }
 
-// ---- a grid's life -------------------------------------------------------------------------------
+// ---- a grid's life ------------------------------------------------------------------------------
 
 // Once for each launch: what all blocks have in common.
 static void prepare_block(const Kernel &launched) {
@@ -321,6 +321,7 @@ void run_kernel(const Kernel &launched) {
         poison_shared_memory(launched.shared_bytes);
         run_block();
     }
+    leave_shared_memory();
     kernel_now = nullptr;
 }
 
