@@ -97,6 +97,43 @@ static void missing_syncwarp(bool bug) {
     judge(out, std::vector<float>(expected.rbegin(), expected.rend()));
 }
 
+// The second barrier of a loop: what is read must not be overwritten yet.
+__global__ void missing_second_barrier_kernel(float *out, bool bug) {
+    MPTK_DYN_SMEM(float, numbers);
+    for (int round = 3; round >= 0; round--) {
+        numbers[threadIdx.x] = static_cast<float>(threadIdx.x) + static_cast<float>(round);
+        __syncthreads();
+        out[threadIdx.x] += numbers[(threadIdx.x + 33) % 64];
+        if (!bug) __syncthreads();
+    }
+}
+
+static void missing_second_barrier(bool bug) {
+    std::vector<float> expected = turned(64);
+    for (float &number : expected) number = 4 * number + 6;
+    float *out = device_array(std::vector<float>(64));
+    MPTK_LAUNCH(missing_second_barrier_kernel, 1, 64, 64 * sizeof(float), nullptr, out, bug);
+    judge(out, expected);
+}
+
+__global__ void missing_second_syncwarp_kernel(float *out, bool bug) {
+    __shared__ float numbers[32];
+    for (int round = 3; round >= 0; round--) {
+        numbers[threadIdx.x] = static_cast<float>(threadIdx.x) + static_cast<float>(round);
+        __syncwarp();
+        out[threadIdx.x] += numbers[31 - threadIdx.x];
+        if (!bug) __syncwarp();
+    }
+}
+
+static void missing_second_syncwarp(bool bug) {
+    std::vector<float> expected;
+    for (int i = 31; i >= 0; i--) expected.push_back(static_cast<float>(4 * i + 6));
+    float *out = device_array(std::vector<float>(32));
+    MPTK_LAUNCH(missing_second_syncwarp_kernel, 1, 32, 0, nullptr, out, bug);
+    judge(out, expected);
+}
+
 __global__ void sum_without_atomics_kernel(float *out, bool bug) {
     if (bug) *out = *out + 1;
     else atomicAdd(out, 1.0f);
@@ -550,6 +587,8 @@ struct Bug {
 static const Bug bugs[] = {
     BUG(missing_barrier, "wrong", nullptr, "data race", nullptr),
     BUG(missing_syncwarp, "wrong", nullptr, "data race", nullptr),
+    BUG(missing_second_barrier, "wrong", nullptr, "data race", nullptr),
+    BUG(missing_second_syncwarp, "wrong", nullptr, "data race", nullptr),
     BUG(sum_without_atomics, nullptr, nullptr, "data race", nullptr),
     BUG(index_global, "byte 256 of 256", "heap-buffer-overflow", nullptr, nullptr),
     BUG(index_static_shared, nullptr, "global-buffer-overflow", nullptr, nullptr),

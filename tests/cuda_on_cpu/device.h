@@ -113,14 +113,26 @@ inline int __syncthreads_and(int predicate, cuda_on_cpu::Where where = cuda_on_c
     return cuda_on_cpu::sync_block(predicate == 0, where) == 0;
 }
 
-// The only warp-wide operation that orders memory.
+namespace cuda_on_cpu {
+
+// The only warp-wide operation that orders memory. Where parts of a warp go different ways their
+// turns would mix, so they share a token.
+CUDA_ON_CPU_UNCHECKED inline void sync_warp(unsigned mask, Where where) {
+    Warp &warp = *current_warp;
+    char *const token = mask == ~0u ? &warp.syncwarps.tokens[warp.syncwarps.turn]
+                                    : reinterpret_cast<char *>(&warp.syncwarps.turn);
+    order_release(token);
+    meet(mask, Operation::syncwarp, where, [mask](Warp &w, unsigned) CUDA_ON_CPU_UNCHECKED {
+        if (mask == ~0u) w.syncwarps.turn ^= 1;
+    });
+    order_acquire(token);
+}
+
+} // namespace cuda_on_cpu
+
 inline void __syncwarp(unsigned mask = 0xffffffffu,
                        cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
-    using namespace cuda_on_cpu;
-    Warp *const warp = current_warp;
-    order_release(warp);
-    meet(mask, Operation::syncwarp, where, [](Warp &, unsigned) CUDA_ON_CPU_UNCHECKED {});
-    order_acquire(warp);
+    cuda_on_cpu::sync_warp(mask, where);
 }
 
 // Threads run one at a time, so memory is in order without them; they are for ThreadSanitizer.

@@ -69,6 +69,13 @@ struct Meeting {
 
 enum { MATRIX_SIDE = 16 };
 
+// What barriers of one kind tell ThreadSanitizer. They take turns with two tokens: with one, what a
+// thread did before the next barrier would seem to come before what a slower one does after this.
+struct OrderTokens {
+    char tokens[2];
+    unsigned turn;
+};
+
 // What the scheduler touches at each switch lies together here, by lane, and not in Thread: the
 // cache holds little more than the stacks of one warp.
 struct Warp {
@@ -78,6 +85,7 @@ struct Warp {
     unsigned started;   // lanes that have a fiber
     unsigned completes; // lanes that a lane which returned left the last of their meeting
     int matrix_moves;   // of the lanes that returned; -1: none has
+    OrderTokens syncwarps;
     int num_meetings;
     Meeting meetings[WARP_SIZE];
     Thread *threads; // of its 32 lanes

@@ -30,9 +30,10 @@ struct Block {
 
     // __syncthreads
     unsigned at_barrier; // threads that wait in it
-    Where barrier_where; // of the first of them
+    Where barrier_where; // of the last to come
     int predicates;      // true ones among them
     int barrier_result;  // of the last barrier
+    OrderTokens barriers;
 
     // the order
     bool greedy, downwards;
@@ -180,6 +181,7 @@ CUDA_ON_CPU_UNCHECKED static void release_barrier() {
     block.barrier_result = block.predicates;
     block.predicates = 0;
     block.at_barrier = 0;
+    block.barriers.turn ^= 1;
     for (unsigned i = 0; i < block.num_warps; i++) block.warps[i].runnable = block.warps[i].exists;
     block.patience = 1; // any warp may go on first
 }
@@ -191,11 +193,12 @@ CUDA_ON_CPU_UNCHECKED int sync_block(bool predicate, Where where) {
         fault("divergent __syncthreads: another thread waits in a different one", where);
     block.barrier_where = where;
     block.predicates += predicate;
-    order_release(&block.at_barrier);
+    char *const token = &block.barriers.tokens[block.barriers.turn];
+    order_release(token);
     current_warp->runnable &= ~(1u << current_lane);
     if (++block.at_barrier == block.num_threads) release_barrier();
     suspend();
-    order_acquire(&block.at_barrier);
+    order_acquire(token);
     return block.barrier_result;
 }
 
