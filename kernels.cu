@@ -3442,15 +3442,22 @@ static inline int launch_status() {
 /* ---- convolution --------------------------------------------------------------------------------
    What runs is a function of the shape alone: sizes, the capacity n (never num_valid), and the type.
    So the bits of a result are the same on every GPU of a generation. */
+
+/* For how many SMs tiles are chosen: between V100 (80), A100 (108) and H200 (132). Tests on the CPU
+   set it to 2, to reach large tiles with small shapes. */
+#ifdef MPTK_ON_CPU
+extern "C" {
+extern int mptk_tile_sms;
+int mptk_tile_sms = 108;
+}
+#else
+static constexpr int mptk_tile_sms = 108;
+#endif
+
 namespace mptk {
 
 enum direction { FPROP, DGRAD, WGRAD };
 
-/* For how many SMs tiles are chosen: between V100 (80), A100 (108) and H200 (132). Tests set it to 2
-   to reach large tiles with small shapes. */
-#ifndef MPTK_TILE_SMS
-#define MPTK_TILE_SMS 108
-#endif
 /* wgrad: CTAs worth two waves of two a V100's SM; tiles of the depth a split has at least, so that
    start and end don't dominate; splits at most, which the reduction reads again. */
 constexpr int WGRAD_CTAS = 320, WGRAD_MIN_STEPS = 16, WGRAD_MAX_SPLITS = 256;
@@ -3567,8 +3574,8 @@ static inline gather_tile choose_gather(int rows, int columns, int channels, int
     const int waves = narrow ? 4 : 2;
 
     if (!dgrad && channels < tile_128x64::BK) return GSMALLC;
-    if (gather_ctas(large, rows, columns, phases) >= waves * MPTK_TILE_SMS) return large;
-    if (gather_ctas(small, rows, columns, phases) >= MPTK_TILE_SMS) return small;
+    if (gather_ctas(large, rows, columns, phases) >= waves * mptk_tile_sms) return large;
+    if (gather_ctas(small, rows, columns, phases) >= mptk_tile_sms) return small;
     return channels >= tile_64x64x64::BK ? G64X64X64 : G64X64;
 }
 
