@@ -16679,14 +16679,16 @@ static void mpti_checkpoint_rows(mpt_trainer *t, mpti_checkpoint_row rows[MPTI_C
 /* A number that differs for models whose parameters mean different things. */
 static uint32_t mpti_model_fingerprint(const mpt_model *m) {
     uint32_t crc = 0;
-    int v;
+    int v, k;
 
     for (v = 0; v < m->num_nodes; v++) {
         const mpti_node *n = &m->nodes[v];
         char text[160];
-        int size = snprintf(text, sizeof text, "%d %d %d %d %d %d %d %d %d;", (int)n->kind,
-                            n->in[0], n->num_in > 1 ? n->in[1] : -1, n->h, n->w, n->c, n->kernel,
-                            n->stride, n->padding);
+        int size = snprintf(text, sizeof text, "%d %d %d %d %d %d %d", (int)n->kind, n->h, n->w,
+                            n->c, n->kernel, n->stride, n->padding);
+        for (k = 0; k < n->num_in; k++)
+            size += snprintf(text + size, sizeof text - (size_t)size, " %d", n->in[k]);
+        text[size++] = ';';
         crc = mpt_crc32c(crc, text, (size_t)size);
     }
     return crc;
