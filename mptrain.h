@@ -10956,7 +10956,9 @@ static mpt_result mpti_cuda_alloc(void *self, size_t bytes, void **out) {
 static void mpti_cuda_free(void *self, void *p) {
     mpti_cuda *c = (mpti_cuda *)self;
 
-    if (p && mpti_cuda_enter(c) == MPT_OK) (void)cudaFree(p); /* waits for what still uses it */
+    /* Also where the device has failed, and without a word: the error that matters is told. */
+    (void)cudaSetDevice(c->device);
+    if (p) (void)cudaFree(p); /* waits for what still uses it */
 }
 
 static mpt_result mpti_cuda_copy_now(mpti_cuda *c, void *dst, const void *src, size_t bytes,

@@ -759,6 +759,8 @@ MPT_TEST(a_kernel_that_faults_is_an_error_with_name_and_text) {
     CHECK_EQ_INT(mpt_last_error(r.ctx)->native_code, (int)cudaErrorIllegalAddress);
     pictures_free(&p);
     rig_close(&r);
+    CHECK_EQ_INT(counters().device_bytes + counters().pinned_bytes, 0);
+    CHECK_EQ_INT(counters().streams + counters().events + counters().graphs, 0);
     (void)cudaDeviceReset();
 }
 
