@@ -1,7 +1,7 @@
 /* test_conv_kernels.c - >>conv of kernels.cu: every kernel and tile against the CPU's definition
 
-   Runs on a GPU, linked with what nvcc made of kernels.cu, and on the CPU, linked with the runner in
-   tests/cuda_on_cpu/, once for each MPTK_EMULATED_ARCH with an engine of its own. */
+   Runs on a GPU, linked with what nvcc made of kernels.cu, and on the CPU, linked with the runner
+   in tests/cuda_on_cpu/, once for each MPTK_EMULATED_ARCH with an engine of its own. */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
 
@@ -9,8 +9,8 @@
 
 #include "../reference.h"
 
-/* Tiles are chosen for so many SMs. The runner's kernels.o has it as a variable: with 2, small shapes
-   reach large tiles. nvcc's hasn't, there it stays the constant of >>launch. */
+/* Tiles are chosen for so many SMs. The runner's kernels.o has it as a variable: with 2, small
+   shapes reach large tiles. nvcc's hasn't, there it stays the constant of >>launch. */
 extern int mptk_tile_sms __attribute__((weak));
 
 /* ---- the harness --------------------------------------------------------------------------------
@@ -218,9 +218,9 @@ static void run_magnitudes(conv_test *c, const mpt_conv2d_args *a, const tensors
 
 /* Products of 16-bit numbers are exact in FP32. A tensor core adds four of them or more at once and
    may cut off where it should round: 2^-23 of the sum of |products| for each of depth / 4 additions
-   at most, plain FP32 code rounds by 2^-24 in each of `depth`, and the CPU that this is compared with
-   does too. Then storage rounds once: by 2^-11 of the result in FP16 and 2^-8 in BF16, by 2^-25
-   where FP16 is subnormal. */
+   at most, plain FP32 code rounds by 2^-24 in each of `depth`, and the CPU that this is compared
+   with does too. Then storage rounds once: by 2^-11 of the result in FP16 and 2^-8 in BF16, by
+   2^-25 where FP16 is subnormal. */
 static void check_tensor(const char *what, mpt_dtype dtype, const float *got, const float *want,
                          const float *magnitude, size_t count, double depth) {
     const double half_ulp = dtype == MPT_F16 ? 1 / 2048.0 : dtype == MPT_BF16 ? 1 / 256.0 : 0;
@@ -273,8 +273,8 @@ static void check_shape(conv_test *c, const conv_shape *z, mpt_dtype dtype, int 
 /* ---- shapes ----------------------------------------------------------------------------------
    Tiles that are full, ragged, alone; strides 1 to 4, phases without taps and phases without
    pixels; padding 0 to 3 and inputs smaller than the filter; channels that are multiples of 8, of
-   32, and none; few channels with an even stride, which go in pairs of pixels; one batch, one pixel,
-   one number. */
+   32, and none; few channels with an even stride, which go in pairs of pixels; one batch, one
+   pixel, one number. */
 static const conv_shape shapes[] = {
     {1, 1, 1, 1, 1, 1, 1, 1, 0},    {1, 8, 8, 32, 64, 3, 3, 1, 1},
     {2, 7, 9, 40, 24, 3, 3, 1, 1},  {1, 9, 7, 64, 72, 3, 3, 2, 1},
@@ -290,8 +290,8 @@ static const conv_shape shapes[] = {
 };
 enum { NUM_SHAPES = sizeof(shapes) / sizeof(shapes[0]) };
 
-/* Which tile a shape gets depends on mptk_tile_sms: for each tile of >>launch one shape that reaches it
-   with 2, and one that does with any number up to 108. */
+/* Which tile a shape gets depends on mptk_tile_sms: for each tile of >>launch one shape that
+   reaches it with 2, and one that does with any number up to 108. */
 static const conv_shape tile_shapes[] = {
     {2, 16, 16, 32, 128, 3, 3, 1, 1},  {1, 15, 17, 32, 130, 1, 1, 1, 0},
     {8, 16, 16, 40, 64, 1, 1, 1, 0},   {2, 16, 13, 64, 40, 3, 3, 1, 1},
