@@ -428,6 +428,40 @@ MPT_TEST(filters_of_many_taps_are_right) {
     conv_test_close(&c);
 }
 
+static int random_below(kernel_test *t, int end) {
+    return (int)(kernel_random_word(t) % (uint32_t)end);
+}
+
+/* Shapes that nobody thought of; more of them in make test-full. */
+MPT_TEST(random_shapes_are_right) {
+    static const int channels[] = {1, 2, 3, 4, 5, 8, 12, 16, 24, 31, 32, 33, 40, 64, 72, 100, 130};
+    static const mpt_dtype dtypes[] = {MPT_F16, MPT_F16, MPT_BF16, MPT_F32};
+    const int count = mpt_test_full() ? 600 : 30;
+    conv_test c = conv_test_open();
+    uint64_t state = 1;
+    int i;
+    for (i = 0; i < count; i++) {
+        conv_shape z;
+        int num_valid, dtype;
+        c.t.random = state;
+        z.n = 1 + random_below(&c.t, 3);
+        z.h = 1 + random_below(&c.t, 20);
+        z.wd = 1 + random_below(&c.t, 20);
+        z.c = channels[random_below(&c.t, 17)];
+        z.k = channels[random_below(&c.t, 17)];
+        z.r = 1 + random_below(&c.t, 7);
+        z.s = 1 + random_below(&c.t, 7);
+        z.stride = 1 + random_below(&c.t, 4);
+        z.padding = random_below(&c.t, 5);
+        num_valid = random_below(&c.t, z.n + 1);
+        dtype = random_below(&c.t, 4);
+        state = c.t.random; /* operands have a seed of their own */
+        if (z.h + 2 * z.padding < z.r || z.wd + 2 * z.padding < z.s) continue;
+        check_shape(&c, &z, dtypes[dtype], num_valid);
+    }
+    conv_test_close(&c);
+}
+
 /* A slice without a slot that counts: nothing is read, everything is zero. */
 MPT_TEST(an_empty_slice_gives_zeros) {
     conv_test c;
@@ -730,6 +764,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(fp16_every_tile_is_reached_and_right),
     MPT_TEST_CASE(bf16_every_tile_is_reached_and_right),
     MPT_TEST_CASE(filters_of_many_taps_are_right),
+    MPT_TEST_CASE(random_shapes_are_right),
     MPT_TEST_CASE(an_empty_slice_gives_zeros),
     MPT_TEST_CASE(two_runs_give_the_same_bits),
     MPT_TEST_CASE(any_number_of_channels_gives_the_result_of_fp32),
