@@ -1,7 +1,7 @@
 /* test_conv_kernels.c - >>conv of kernels.cu: every kernel and tile against the CPU's definition
 
-   Runs on a GPU, linked with what nvcc made of kernels.cu, and on the CPU, linked with the runner in
-   tests/cuda_on_cpu/, once for each MPTK_EMULATED_ARCH with an engine of its own. */
+   Runs on a GPU, linked with what nvcc made of kernels.cu, and on the CPU, linked with the runner
+   in tests/cuda_on_cpu/, once for each MPTK_EMULATED_ARCH with an engine of its own. */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
 
@@ -9,8 +9,8 @@
 
 #include "../reference.h"
 
-/* Tiles are chosen for so many SMs. The runner's kernels.o has it as a variable: with 2, small shapes
-   reach large tiles. nvcc's hasn't, there it stays the constant of >>launch. */
+/* Tiles are chosen for so many SMs. The runner's kernels.o has it as a variable: with 2, small
+   shapes reach large tiles. nvcc's hasn't, there it stays the constant of >>launch. */
 extern int mptk_tile_sms __attribute__((weak));
 
 /* ---- the harness --------------------------------------------------------------------------------
@@ -218,9 +218,9 @@ static void run_magnitudes(conv_test *c, const mpt_conv2d_args *a, const tensors
 
 /* Products of 16-bit numbers are exact in FP32. A tensor core adds four of them or more at once and
    may cut off where it should round: 2^-23 of the sum of |products| for each of depth / 4 additions
-   at most, plain FP32 code rounds by 2^-24 in each of `depth`, and the CPU that this is compared with
-   does too. Then storage rounds once: by 2^-11 of the result in FP16 and 2^-8 in BF16, by 2^-25
-   where FP16 is subnormal. */
+   at most, plain FP32 code rounds by 2^-24 in each of `depth`, and the CPU that this is compared
+   with does too. Then storage rounds once: by 2^-11 of the result in FP16 and 2^-8 in BF16, by
+   2^-25 where FP16 is subnormal. */
 static void check_tensor(const char *what, mpt_dtype dtype, const float *got, const float *want,
                          const float *magnitude, size_t count, double depth) {
     const double half_ulp = dtype == MPT_F16 ? 1 / 2048.0 : dtype == MPT_BF16 ? 1 / 256.0 : 0;
@@ -273,8 +273,8 @@ static void check_shape(conv_test *c, const conv_shape *z, mpt_dtype dtype, int 
 /* ---- shapes ----------------------------------------------------------------------------------
    Tiles that are full, ragged, alone; strides 1 to 4, phases without taps and phases without
    pixels; padding 0 to 3 and inputs smaller than the filter; channels that are multiples of 8, of
-   32, and none; few channels with an even stride, which go in pairs of pixels; one batch, one pixel,
-   one number. */
+   32, and none; few channels with an even stride, which go in pairs of pixels; one batch, one
+   pixel, one number. */
 static const conv_shape shapes[] = {
     {1, 1, 1, 1, 1, 1, 1, 1, 0},    {1, 8, 8, 32, 64, 3, 3, 1, 1},
     {2, 7, 9, 40, 24, 3, 3, 1, 1},  {1, 9, 7, 64, 72, 3, 3, 2, 1},
@@ -290,8 +290,8 @@ static const conv_shape shapes[] = {
 };
 enum { NUM_SHAPES = sizeof(shapes) / sizeof(shapes[0]) };
 
-/* Which tile a shape gets depends on mptk_tile_sms: for each tile of >>launch one shape that reaches it
-   with 2, and one that does with any number up to 108. */
+/* Which tile a shape gets depends on mptk_tile_sms: for each tile of >>launch one shape that
+   reaches it with 2, and one that does with any number up to 108. */
 static const conv_shape tile_shapes[] = {
     {2, 16, 16, 32, 128, 3, 3, 1, 1},  {1, 15, 17, 32, 130, 1, 1, 1, 0},
     {8, 16, 16, 40, 64, 1, 1, 1, 0},   {2, 16, 13, 64, 40, 3, 3, 1, 1},
@@ -425,6 +425,40 @@ MPT_TEST(filters_of_many_taps_are_right) {
     a.dtype = MPT_F32;
     CHECK_EQ_STR(mptk_conv2d_wgrad_kernel(&a), "simt");
     for (i = 0; i < 3; i++) check_shape(&c, &many[i], MPT_F16, 1);
+    conv_test_close(&c);
+}
+
+static int random_below(kernel_test *t, int end) {
+    return (int)(kernel_random_word(t) % (uint32_t)end);
+}
+
+/* Shapes that nobody thought of; more of them in make test-full. */
+MPT_TEST(random_shapes_are_right) {
+    static const int channels[] = {1, 2, 3, 4, 5, 8, 12, 16, 24, 31, 32, 33, 40, 64, 72, 100, 130};
+    static const mpt_dtype dtypes[] = {MPT_F16, MPT_F16, MPT_BF16, MPT_F32};
+    const int count = mpt_test_full() ? 600 : 30;
+    conv_test c = conv_test_open();
+    uint64_t state = 1;
+    int i;
+    for (i = 0; i < count; i++) {
+        conv_shape z;
+        int num_valid, dtype;
+        c.t.random = state;
+        z.n = 1 + random_below(&c.t, 3);
+        z.h = 1 + random_below(&c.t, 20);
+        z.wd = 1 + random_below(&c.t, 20);
+        z.c = channels[random_below(&c.t, 17)];
+        z.k = channels[random_below(&c.t, 17)];
+        z.r = 1 + random_below(&c.t, 7);
+        z.s = 1 + random_below(&c.t, 7);
+        z.stride = 1 + random_below(&c.t, 4);
+        z.padding = random_below(&c.t, 5);
+        num_valid = random_below(&c.t, z.n + 1);
+        dtype = random_below(&c.t, 4);
+        state = c.t.random; /* operands have a seed of their own */
+        if (z.h + 2 * z.padding < z.r || z.wd + 2 * z.padding < z.s) continue;
+        check_shape(&c, &z, dtypes[dtype], num_valid);
+    }
     conv_test_close(&c);
 }
 
@@ -730,6 +764,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(fp16_every_tile_is_reached_and_right),
     MPT_TEST_CASE(bf16_every_tile_is_reached_and_right),
     MPT_TEST_CASE(filters_of_many_taps_are_right),
+    MPT_TEST_CASE(random_shapes_are_right),
     MPT_TEST_CASE(an_empty_slice_gives_zeros),
     MPT_TEST_CASE(two_runs_give_the_same_bits),
     MPT_TEST_CASE(any_number_of_channels_gives_the_result_of_fp32),
