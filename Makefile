@@ -99,7 +99,7 @@ bench: $(BUILD)/bench ## measure the data path and training on this machine
 # (PTX of 90a would run on 90a alone.)
 NVCC        = $(CUDA_HOME)/bin/nvcc
 NVCC_FLAGS ?= -O3 -std=c++17 -lineinfo --threads 0 -Wno-deprecated-gpu-targets
-nvcc_knows  = $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//')
+nvcc_knows  = $(shell $(NVCC) --list-gpu-arch 2> /dev/null | sed 's/compute_//')
 cuda_archs  = $(foreach a,$(CUDA_ARCHS),$(if $(filter $(a:%a=%),$(nvcc_knows)),$(a)))
 cuda_newest = $(lastword $(filter-out %a,$(cuda_archs)))
 NVCC_CODE   = $(foreach a,$(cuda_archs),-gencode arch=compute_$(a),code=sm_$(a)) \
@@ -141,7 +141,7 @@ CUDNN_HOME  ?= $(patsubst %/include/cudnn.h,%,$(firstword $(wildcard $(CUDA_HOME
                                                                      /usr/include/cudnn.h)))
 CUDNN_DIRS   = $(wildcard $(CUDNN_HOME)/lib64 $(CUDNN_HOME)/lib)
 CUDNN_FLAGS  = $(if $(CUDNN_HOME),-DBENCH_CUDNN -isystem $(CUDNN_HOME)/include)
-CUDNN_LIBS   = $(if $(CUDNN_HOME),$(CUDNN_DIRS:%=-L% -Wl,-rpath,%) -lcudnn)
+CUDNN_LIBS   = $(if $(CUDNN_HOME),$(foreach d,$(CUDNN_DIRS),-L$(d) -Wl,-rpath,$(d)) -lcudnn)
 
 $(BUILD)/cuda/bench_device: tests/cuda/bench_device.c $(BUILD)/kernels.o $(HEADERS) $(BUILD)/flags
 	@mkdir -p $(@D)
@@ -184,6 +184,10 @@ $(ON_CPU)/%.o: tests/cuda/%.c $(HEADERS) $(wildcard tests/*.h tests/cuda/*.h) $(
                $(BUILD)/flags
 	@mkdir -p $(@D)
 	$(CC) $(ALL_CFLAGS) -DMPTRAIN_CUDA -Itests -I$(RUNNER)/include -c $< -o $@
+
+$(ON_CPU)/%.o: examples/%.c $(HEADERS) $(RUNNER_FILES) $(BUILD)/flags
+	@mkdir -p $(@D)
+	$(CC) $(ALL_CFLAGS) -DMPTRAIN_CUDA -I$(RUNNER)/include -c $< -o $@
 
 $(ON_CPU)/%.o: $(RUNNER)/%.cpp $(RUNNER_FILES) $(BUILD)/flags
 	@mkdir -p $(@D)

@@ -537,6 +537,25 @@ template <class T, class TILE, bool A_TRANS, bool B_TRANS, generation GEN> struc
 
    a: a lane holds 4 of the depth of row (l & 3) + 4 (l >> 4), b of that column. Sum e of 8 is at row
    (l & 1) + (e & 2) + 4 (l >> 4), column (e & 4) + (l & 2) + (e & 1). */
+MPTK_CONSTEXPR int volta_swizzle(int row) { /* what to XOR a column with */
+    return ((row >> 1 & 1) | (row >> 3 & 1) << 1) * 8;
+}
+
+/* A bit for each group of four banks that 16 bytes at `element` of a 16-bit type touch. */
+MPTK_CONSTEXPR unsigned bank_group(int element) {
+    return 1u << element / 8 % 8;
+}
+
+MPTK_CONSTEXPR bool volta_is_conflict_free() { /* lanes 0-7: rows 0-3 and 8-11 */
+    unsigned groups = 0;
+    for (int lane = 0; lane < 8; lane++) {
+        const int row = (lane & 3) + (lane >> 2) * 8;
+        groups |= bank_group(row * 32 + volta_swizzle(row));
+    }
+    return groups == 0xff;
+}
+static_assert(volta_is_conflict_free(), "the swizzle of the drawing");
+
 template <class TILE> struct volta_engine {
     static constexpr int LD = 32;
     static constexpr int A_ELEMENTS = TILE::BM * LD, B_ELEMENTS = TILE::BN * LD;
@@ -544,11 +563,8 @@ template <class TILE> struct volta_engine {
 
     static_assert(TILE::BK == LD, "the swizzle is for rows of four chunks");
 
-    static MPTK_METHOD int swizzle(int row) { /* what to XOR a column with */
-        return ((row >> 1 & 1) | (row >> 3 & 1) << 1) * 8;
-    }
     static MPTK_METHOD int at_a(int row, int column) {
-        return row * LD + (column ^ swizzle(row));
+        return row * LD + (column ^ volta_swizzle(row));
     }
     static MPTK_METHOD int at_b(int row, int column) {
         return at_a(row, column);
@@ -588,10 +604,10 @@ template <class TILE> struct volta_engine {
             /* 16 rows further the swizzle is the same */
 #pragma unroll
             for (int i = 0; i < TILE::FRAGMENTS_M; i++)
-                fa[i] = load16(a + i * 16 * LD + (k ^ swizzle(row)));
+                fa[i] = load16(a + i * 16 * LD + (k ^ volta_swizzle(row)));
 #pragma unroll
             for (int j = 0; j < TILE::FRAGMENTS_N; j++)
-                fb[j] = load16(b + j * 16 * LD + (k ^ swizzle(column)));
+                fb[j] = load16(b + j * 16 * LD + (k ^ volta_swizzle(column)));
             multiply4(fa, fb, false);
             multiply4(fa, fb, true);
         }
@@ -615,20 +631,30 @@ template <class TILE> struct volta_engine {
    No padding: chunk c of row r lies at c ^ (r % 8) where rows have 8 chunks or more, at
    c ^ (r / 2 % 4) where they have 4. Either way the 8 rows of an 8x8 matrix are in 8 different
    groups of 4 banks, and so are chunks that neighbouring lanes bring. */
+template <int LD> MPTK_CONSTEXPR int ampere_at(int row, int column) {
+    static_assert(LD == 32 || LD % 64 == 0, "rows of 4 chunks, or 8, 16, ...");
+    return row * LD + (column ^ (LD == 32 ? row >> 1 & 3 : row & 7) * 8);
+}
+
+template <int LD> MPTK_CONSTEXPR bool ampere_is_conflict_free() { /* the rows of a matrix */
+    unsigned groups = 0;
+    for (int row = 0; row < 8; row++) groups |= bank_group(ampere_at<LD>(row, 0));
+    return groups == 0xff;
+}
+static_assert(ampere_is_conflict_free<32>() && ampere_is_conflict_free<64>() &&
+                  ampere_is_conflict_free<128>() && ampere_is_conflict_free<256>(),
+              "the swizzle of every tile");
+
 template <class T, class TILE, bool A_TRANS, bool B_TRANS> struct ampere_engine {
     static constexpr int LDA = A_TRANS ? TILE::BM : TILE::BK, LDB = B_TRANS ? TILE::BN : TILE::BK;
     static constexpr int A_ELEMENTS = TILE::BM * TILE::BK, B_ELEMENTS = TILE::BN * TILE::BK;
     float sums[TILE::FRAGMENTS_M][TILE::FRAGMENTS_N][2][4]; /* [][] 16 x 16 as two of 16 x 8 */
 
-    template <int LD> static MPTK_METHOD int at(int row, int column) {
-        static_assert(LD == 32 || LD % 64 == 0, "rows of 4 chunks, or 8, 16, ...");
-        return row * LD + (column ^ (LD == 32 ? row >> 1 & 3 : row & 7) * 8);
-    }
     static MPTK_METHOD int at_a(int row, int column) {
-        return at<LDA>(row, column);
+        return ampere_at<LDA>(row, column);
     }
     static MPTK_METHOD int at_b(int row, int column) {
-        return at<LDB>(row, column);
+        return ampere_at<LDB>(row, column);
     }
 
     MPTK_METHOD void zero() {
@@ -1006,15 +1032,17 @@ template <class T, class TILE, bool DGRAD, bool SMALLC> struct gather_loader {
     }
 
     MPTK_METHOD void place(int e, int m) {
+        const bool counts = m < g.valid_rows;
         int rest, ox;
-        const int image = quotient(m, g.by_ohw, &rest), oy = quotient(rest, g.by_ow, &ox);
+        const int image = quotient(counts ? m : 0, g.by_ohw, &rest);
+        const int oy = quotient(rest, g.by_ow, &ox);
         const int y = (DGRAD ? oy : oy * g.stride_h) + in_rows.base;
         const int x = (DGRAD ? ox : ox * g.stride_w) + in_columns.base;
 
         offset[e] = ((image * g.gh + y) * g.gw + x) * g.gc;
         inside[e] = taps_inside(y, STEP, g.gh, in_rows.count) |
                     taps_inside(x, STEP, g.gw, in_columns.count) << 16;
-        if (m >= g.valid_rows) inside[e] = 0;
+        if (!counts) inside[e] = 0;
     }
 
     MPTK_METHOD void next_tap() {
@@ -1596,18 +1624,36 @@ __global__ void __launch_bounds__(mptk::PLAIN_THREADS)
 
 namespace mptk {
 
-struct add_splits_args {
-    const float *partial; /* (splits,rows,padded_c), rows = k*r*s */
-    float *dw;            /* (rows,c) */
-    int rows, c, padded_c, splits;
-    fastdiv by_quads; /* padded_c / 4 */
+/* Channels are padded to a multiple of 8, or, of few, two pixels become one (below). Either way rows
+   of `width` pixels with c channels go with rows of view_width pixels with padded_c channels, of
+   which pixel 0 is pixel -shift. */
+struct view_args {
+    int rows, width, c;
+    int view_width, padded_c, shift; /* padded_c a multiple of 4 */
+    fastdiv by_quads, by_view_width; /* padded_c / 4 */
 };
 
-struct pad_args {
-    const void *src; /* (rows,c) */
-    void *dst;       /* (rows,padded_c), zeros behind the channels */
-    int rows, c, padded_c;
-    fastdiv by_chunks; /* padded_c / 8 */
+struct view_place { /* of four channels */
+    int row, pixel, channel;
+    bool exists;
+};
+
+MPTK_FN view_place view_place_of(int i, const view_args &g) {
+    view_place at;
+    int quad;
+    at.row = quotient(quotient(i, g.by_quads, &quad), g.by_view_width, &at.pixel);
+    at.pixel -= g.shift;
+    at.channel = quad * 4;
+    at.exists = at.pixel >= 0 && at.pixel < g.width && at.channel < g.c;
+    return at;
+}
+
+MPTK_FN int view_quads(const view_args &g) {
+    return g.rows * g.view_width * (g.padded_c / 4);
+}
+
+template <class T> struct __align__(8) four { /* of a 16-bit type */
+    T element[4];
 };
 
 struct sum_columns_args {
@@ -1623,44 +1669,47 @@ constexpr int SUM_ROWS = 512, SUM_COLUMNS = 64, SUM_THREADS = 256;
 
 } // namespace mptk
 
-/* dw = ((partial[0] + partial[1]) + ...) , four channels a thread. */
-__global__ void __launch_bounds__(mptk::ELEMENTWISE_THREADS)
-    mptk_conv_add_splits_kernel(mptk::add_splits_args g) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, quads = g.padded_c / 4;
-    const float4 *from = reinterpret_cast<const float4 *>(g.partial) + i;
-    const size_t stride = static_cast<size_t>(g.rows) * quads;
-    int quad;
-
-    if (i >= g.rows * quads) return;
-    float4 sum = from[0];
-    for (int split = 1; split < g.splits; split++) {
-        const float4 more = from[split * stride];
-        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-    }
-    const int row = mptk::quotient(i, g.by_quads, &quad);
-    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
-    float *to = g.dw + (static_cast<size_t>(row) * g.c + quad * 4);
-    if (g.c % 4 == 0) {
-        if (quad * 4 < g.c) *reinterpret_cast<float4 *>(to) = sum;
-        return;
-    }
-    for (int e = 0; e < 4; e++)
-        if (quad * 4 + e < g.c) to[e] = values[e];
-}
-
-/* Eight channels a thread, moved as they are. */
+/* dst (rows,view_width,padded_c) = src (rows,width,c) with zeros around, four channels a thread. */
 template <class T>
 __global__ void __launch_bounds__(mptk::ELEMENTWISE_THREADS)
-    mptk_conv_pad_kernel(mptk::pad_args g) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x, chunks = g.padded_c / 8;
-    float values[8];
-    int chunk;
+    mptk_conv_pad_kernel(const void *src, void *dst, mptk::view_args g) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    mptk::four<T> values;
 
-    if (i >= g.rows * chunks) return;
-    const int row = mptk::quotient(i, g.by_chunks, &chunk), channel = chunk * 8;
-    const T *from = static_cast<const T *>(g.src) + (static_cast<size_t>(row) * g.c + channel);
-    mptk::load8_ragged(from, g.c - channel, values);
-    mptk::store8(static_cast<T *>(g.dst) + static_cast<size_t>(i) * 8, values);
+    if (i >= mptk::view_quads(g)) return;
+    const mptk::view_place at = mptk::view_place_of(i, g);
+    const T *from = static_cast<const T *>(src) +
+                    ((static_cast<size_t>(at.row) * g.width + at.pixel) * g.c + at.channel);
+    for (int e = 0; e < 4; e++)
+        mptk::store(&values.element[e],
+                    at.exists && at.channel + e < g.c ? mptk::load(from + e) : 0.0f);
+    static_cast<mptk::four<T> *>(dst)[i] = values;
+}
+
+/* dw (rows,width,c), rows = k*r and width = s, = ((partial[0] + partial[1]) + ...) of each weight;
+   partial (splits,rows,view_width,padded_c). */
+__global__ void __launch_bounds__(mptk::ELEMENTWISE_THREADS)
+    mptk_conv_add_splits_kernel(const float *partial, float *dw, int splits, mptk::view_args g) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, quads = mptk::view_quads(g);
+    const float4 *from = reinterpret_cast<const float4 *>(partial) + i;
+
+    if (i >= quads) return;
+    const mptk::view_place at = mptk::view_place_of(i, g);
+    if (!at.exists) return;
+    float4 sum = from[0];
+    for (int split = 1; split < splits; split++) {
+        const float4 more = from[static_cast<size_t>(split) * quads];
+        sum.x += more.x;
+        sum.y += more.y;
+        sum.z += more.z;
+        sum.w += more.w;
+    }
+    float *to = dw + ((static_cast<size_t>(at.row) * g.width + at.pixel) * g.c + at.channel);
+    const float values[4] = {sum.x, sum.y, sum.z, sum.w};
+    if (g.c % 4 == 0) *reinterpret_cast<float4 *>(to) = sum;
+    else
+        for (int e = 0; e < 4; e++)
+            if (at.channel + e < g.c) to[e] = values[e];
 }
 
 /* A block sums 512 rows of 64 columns: 8 chunks of 8 columns x 32 rows of threads. */
@@ -1741,7 +1790,7 @@ __global__ void __launch_bounds__(mptk::ELEMENTWISE_THREADS)
     MPTK_WGRAD(T, tile_128x128, true) \
     MPTK_WGRAD(T, tile_64x64, false) \
     MPTK_WGRAD(T, tile_64x64, true) \
-    template __global__ void mptk_conv_pad_kernel<T>(mptk::pad_args);
+    template __global__ void mptk_conv_pad_kernel<T>(const void *, void *, mptk::view_args);
 #define MPTK_PLAIN_KERNELS(T) \
     template __global__ void mptk_conv_plain_fprop_kernel<T>(mptk::conv_args); \
     template __global__ void mptk_conv_plain_dgrad_kernel<T>(mptk::conv_args); \
@@ -3393,15 +3442,22 @@ static inline int launch_status() {
 /* ---- convolution --------------------------------------------------------------------------------
    What runs is a function of the shape alone: sizes, the capacity n (never num_valid), and the type.
    So the bits of a result are the same on every GPU of a generation. */
+
+/* For how many SMs tiles are chosen: between V100 (80), A100 (108) and H200 (132). Tests on the CPU
+   set it to 2, to reach large tiles with small shapes. */
+#ifdef MPTK_ON_CPU
+extern "C" {
+extern int mptk_tile_sms;
+int mptk_tile_sms = 108;
+}
+#else
+static constexpr int mptk_tile_sms = 108;
+#endif
+
 namespace mptk {
 
 enum direction { FPROP, DGRAD, WGRAD };
 
-/* For how many SMs tiles are chosen: between V100 (80), A100 (108) and H200 (132). Tests set it to 2
-   to reach large tiles with small shapes. */
-#ifndef MPTK_TILE_SMS
-#define MPTK_TILE_SMS 108
-#endif
 /* wgrad: CTAs worth two waves of two a V100's SM; tiles of the depth a split has at least, so that
    start and end don't dominate; splits at most, which the reduction reads again. */
 constexpr int WGRAD_CTAS = 320, WGRAD_MIN_STEPS = 16, WGRAD_MAX_SPLITS = 256;
@@ -3518,8 +3574,8 @@ static inline gather_tile choose_gather(int rows, int columns, int channels, int
     const int waves = narrow ? 4 : 2;
 
     if (!dgrad && channels < tile_128x64::BK) return GSMALLC;
-    if (gather_ctas(large, rows, columns, phases) >= waves * MPTK_TILE_SMS) return large;
-    if (gather_ctas(small, rows, columns, phases) >= MPTK_TILE_SMS) return small;
+    if (gather_ctas(large, rows, columns, phases) >= waves * mptk_tile_sms) return large;
+    if (gather_ctas(small, rows, columns, phases) >= mptk_tile_sms) return small;
     return channels >= tile_64x64x64::BK ? G64X64X64 : G64X64;
 }
 
@@ -3530,6 +3586,9 @@ struct conv_plan {
     bool large, flat; /* wgrad on tensor cores: 128x128 tiles; 1x1, stride 1, no padding */
     int phases, splits, chunk;
     int c8, k8; /* channels after padding */
+    /* x and w in a row: as they are, or in pairs of pixels */
+    bool paired;
+    int wd, s, stride_w, pad_w;
     /* Byte offsets in the workspace; has_...: there is a copy */
     bool has_x, has_w, has_dy, has_partial;
     size_t x, w, dy, partial, bias, bytes;
@@ -3541,24 +3600,71 @@ static inline size_t reserve(size_t *bytes, size_t more) {
     return at;
 }
 
-/* Offsets in 32 bits: none may pass 2^31, those of taps outside the image included. */
-static inline bool offsets_fit(double images, double h, double wd, double channels, double border) {
-    return (images * h + 2 * border + MAX_TAPS) * wd * channels + 65536.0 * channels < 2147483648.0;
+/* Offsets are computed in 32 bits, those of taps outside the image and of the up to 31 pixels behind
+   the last included, which aren't used. */
+static inline bool offsets_fit(double images, double pixels, double h, double wd, int channels,
+                               int border) {
+    const double behind = images * (1 + 31 / pixels);
+    return (behind * h + border + MAX_TAPS) * wd * round8(channels) < 2147483648.0;
 }
 
 static inline bool is_plain(const mpt_conv2d_args *a, direction d) {
-    const int step = d == DGRAD ? a->stride : 1;
-    const int taps = ceil_div(max_of(a->r, a->s), step);
+    const double pixels = static_cast<double>(a->n) * a->p * a->q;
+    const int taps = ceil_div(max_of(a->r, a->s), d == DGRAD ? a->stride : 1);
 
     if (a->dtype == MPT_F32 || (d != WGRAD && taps > MAX_TAPS)) return true;
-    return !offsets_fit(a->n, a->h, a->wd, round8(a->c), a->padding) ||
-           !offsets_fit(a->n, a->p, a->q, round8(a->k), max_of(a->r, a->s)) ||
-           !offsets_fit(a->k, a->r, a->s, round8(a->c), 0);
+    return !offsets_fit(a->n, pixels, a->h, a->wd, a->c, 2 * a->padding) ||
+           !offsets_fit(a->n, pixels, a->p, a->q, a->k, a->r + a->s) ||
+           !offsets_fit(a->k, a->k, a->r, a->s, a->c, 0);
+}
+
+/* Few channels and an even stride, as the first layer of an ImageNet network has: channels padded to
+   four and two pixels taken for one make eight, of which in the example six are used, not three.
+
+       x (n,h,wd,3)   | 0: RGB | 1: RGB | 2: RGB | 3: RGB |    ->   (n,h,wd/2,8)  | RGB-RGB- | RGB-RGB- |
+       w (k,7,7,3)    7 columns, behind one of zeros           ->   (k,7,4,8)
+       stride 2, padding 3                                     ->   along rows 1 and 2
+
+   The padding must be a whole number of pairs; a column of zeros (`shift`) makes up for an odd one. */
+static inline void plan_pairs(const mpt_conv2d_args *a, direction d, conv_plan *plan) {
+    plan->paired = !plan->plain && d != DGRAD && a->c <= 4 && a->stride % 2 == 0;
+    plan->wd = a->wd;
+    plan->s = a->s;
+    plan->stride_w = a->stride;
+    plan->pad_w = a->padding;
+    if (!plan->paired) return;
+    plan->wd = ceil_div(a->wd, 2);
+    plan->stride_w = a->stride / 2;
+    plan->pad_w = ceil_div(a->padding, 2);
+    plan->s = ceil_div(a->s + a->padding % 2, 2);
+}
+
+/* How (rows,width,c) goes with what the product sees. */
+static view_args view_of(const conv_plan &plan, int rows, int width, int c, int padded_c,
+                         int view_width, int shift) {
+    view_args g = {rows, width, c, view_width, padded_c, shift, {}, {}};
+
+    if (plan.paired) {
+        g.view_width *= 2;
+        g.padded_c /= 2;
+    }
+    g.by_quads = fastdiv_make(g.padded_c / 4);
+    g.by_view_width = fastdiv_make(g.view_width);
+    return g;
+}
+
+static inline view_args view_of_x(const mpt_conv2d_args *a, const conv_plan &plan) {
+    return view_of(plan, a->num_valid * a->h, a->wd, a->c, plan.c8, plan.wd, 0);
+}
+
+static inline view_args view_of_w(const mpt_conv2d_args *a, const conv_plan &plan) {
+    return view_of(plan, a->k * a->r, a->s, a->c, plan.c8, plan.s,
+                   plan.paired ? a->padding % 2 : 0);
 }
 
 static inline void plan_splits(const mpt_conv2d_args *a, conv_plan *plan) {
     const int tile = !plan->plain && plan->large ? 128 : 64, depth = plan->plain ? 16 : 32;
-    const int columns = a->r * a->s * plan->c8, pixels = a->n * a->p * a->q;
+    const int columns = a->r * plan->s * plan->c8, pixels = a->n * a->p * a->q;
     const double tiles = static_cast<double>(ceil_div(a->k, tile)) * ceil_div(columns, tile);
     const int steps = ceil_div(pixels, depth);
     int splits = tiles >= WGRAD_CTAS ? 1 : ceil_div(WGRAD_CTAS, static_cast<int>(tiles));
@@ -3582,7 +3688,8 @@ static inline conv_plan plan_conv(const mpt_conv2d_args *a, direction d) {
     plan.k8 = round8(a->k);
     plan.phases = d == DGRAD ? a->stride * a->stride : 1;
     plan.flat = a->r == 1 && a->s == 1 && a->stride == 1 && a->padding == 0;
-    plan.large = a->k >= 128 && a->r * a->s * plan.c8 >= 128;
+    plan_pairs(a, d, &plan);
+    plan.large = a->k >= 128 && a->r * plan.s * plan.c8 >= 128;
     if (d == FPROP) plan.tile = choose_gather(a->n * a->p * a->q, a->k, plan.c8, 1, false);
     if (d == DGRAD)
         plan.tile = choose_gather(a->n * ceil_div(a->h, a->stride) * ceil_div(a->wd, a->stride),
@@ -3591,8 +3698,8 @@ static inline conv_plan plan_conv(const mpt_conv2d_args *a, direction d) {
     plan.has_w = !plan.plain && d != WGRAD && plan.c8 != a->c;
     plan.has_dy = !plan.plain && d != FPROP && plan.k8 != a->k;
     if (plan.has_x)
-        plan.x = reserve(&plan.bytes, half_size * a->n * a->h * a->wd * plan.c8);
-    if (plan.has_w) plan.w = reserve(&plan.bytes, half_size * a->k * a->r * a->s * plan.c8);
+        plan.x = reserve(&plan.bytes, half_size * a->n * a->h * plan.wd * plan.c8);
+    if (plan.has_w) plan.w = reserve(&plan.bytes, half_size * a->k * a->r * plan.s * plan.c8);
     if (plan.has_dy) plan.dy = reserve(&plan.bytes, half_size * pixels * plan.k8);
     if (d != WGRAD) return plan;
     plan_splits(a, &plan);
@@ -3611,59 +3718,51 @@ static inline int elementwise_blocks(int count) {
     return ceil_div(count, ELEMENTWISE_THREADS);
 }
 
-/* (rows,channels) of a 16-bit type with zeros behind the channels, into the workspace. */
-static int pad_channels(const void *src, void *dst, int rows, int c, mpt_dtype dtype,
-                        void *stream) {
-    const int padded = round8(c), blocks = elementwise_blocks(rows * (padded / 8));
-    const pad_args g = {src, dst, rows, c, padded, fastdiv_make(padded / 8)};
+static int launch_pad(const void *src, void *dst, const view_args &g, mpt_dtype dtype,
+                      void *stream) {
+    const dim3 blocks(elementwise_blocks(g.rows * g.view_width * (g.padded_c / 4)));
+    const dim3 threads(ELEMENTWISE_THREADS);
 
-    if (rows == 0) return 0;
+    if (g.rows == 0) return 0;
     if (dtype == MPT_F16)
-        MPTK_LAUNCH((mptk_conv_pad_kernel<half>), dim3(blocks), dim3(ELEMENTWISE_THREADS), 0,
-                    stream, g);
-    else
-        MPTK_LAUNCH((mptk_conv_pad_kernel<__nv_bfloat16>), dim3(blocks), dim3(ELEMENTWISE_THREADS),
-                    0, stream, g);
+        MPTK_LAUNCH((mptk_conv_pad_kernel<half>), blocks, threads, 0, stream, src, dst, g);
+    else MPTK_LAUNCH((mptk_conv_pad_kernel<__nv_bfloat16>), blocks, threads, 0, stream, src, dst, g);
     return launch_status();
 }
 
-/* The operands that need padding are copied; x, w and dy become what the product reads. */
-static int pad_operands(const mpt_conv2d_args *a, const conv_plan &plan, const void **x,
-                        const void **w, const void **dy, void *stream) {
+struct operands { /* as the product reads them: the caller's, or copies in the workspace */
+    const void *x, *w, *dy;
+};
+
+static int pad_operands(const mpt_conv2d_args *a, const conv_plan &plan, operands *o,
+                        void *stream) {
     int rc = 0;
 
-    *x = a->x;
-    *w = a->w;
-    *dy = a->dy;
-    if (plan.has_x) {
-        *x = in_workspace(a, plan.x);
-        rc = pad_channels(a->x, in_workspace(a, plan.x), a->num_valid * a->h * a->wd, a->c,
-                          a->dtype, stream);
-    }
-    if (!rc && plan.has_w) {
-        *w = in_workspace(a, plan.w);
-        rc = pad_channels(a->w, in_workspace(a, plan.w), a->k * a->r * a->s, a->c, a->dtype,
-                          stream);
-    }
-    if (!rc && plan.has_dy) {
-        *dy = in_workspace(a, plan.dy);
-        rc = pad_channels(a->dy, in_workspace(a, plan.dy), a->num_valid * a->p * a->q, a->k,
-                          a->dtype, stream);
-    }
+    o->x = plan.has_x ? in_workspace(a, plan.x) : a->x;
+    o->w = plan.has_w ? in_workspace(a, plan.w) : a->w;
+    o->dy = plan.has_dy ? in_workspace(a, plan.dy) : a->dy;
+    if (plan.has_x)
+        rc = launch_pad(a->x, in_workspace(a, plan.x), view_of_x(a, plan), a->dtype, stream);
+    if (!rc && plan.has_w)
+        rc = launch_pad(a->w, in_workspace(a, plan.w), view_of_w(a, plan), a->dtype, stream);
+    if (!rc && plan.has_dy)
+        rc = launch_pad(a->dy, in_workspace(a, plan.dy),
+                        view_of({}, a->num_valid * a->p, a->q, a->k, plan.k8, a->q, 0), a->dtype,
+                        stream);
     return rc;
 }
 
 static gather_args gather_args_of(const mpt_conv2d_args *a, const conv_plan &plan, direction d,
-                                  const void *x, const void *w) {
+                                  const operands &o) {
     gather_args g = {};
     const bool forward = d == FPROP;
 
-    g.x = x;
-    g.w = w;
+    g.x = forward ? o.x : o.dy;
+    g.w = o.w;
     g.y = forward ? a->y : a->dx;
     g.bias = forward ? a->bias : NULL;
     g.gh = forward ? a->h : a->p;
-    g.gw = forward ? a->wd : a->q;
+    g.gw = forward ? plan.wd : a->q;
     g.gc = forward ? plan.c8 : plan.k8;
     g.yh = forward ? a->p : a->h;
     g.yw = forward ? a->q : a->wd;
@@ -3672,10 +3771,12 @@ static gather_args gather_args_of(const mpt_conv2d_args *a, const conv_plan &pla
     g.ow = forward ? a->q : ceil_div(a->wd, a->stride);
     g.k = a->k;
     g.r = a->r;
-    g.s = a->s;
+    g.s = plan.s;
     g.wc = plan.c8;
-    g.stride_h = g.stride_w = a->stride;
-    g.pad_h = g.pad_w = a->padding;
+    g.stride_h = a->stride;
+    g.stride_w = plan.stride_w;
+    g.pad_h = a->padding;
+    g.pad_w = plan.pad_w;
     g.rows = a->n * g.oh * g.ow;
     g.valid_rows = a->num_valid * g.oh * g.ow;
     g.by_ow = fastdiv_make(g.ow);
@@ -3685,9 +3786,9 @@ static gather_args gather_args_of(const mpt_conv2d_args *a, const conv_plan &pla
 
 static int run_gather(const mpt_conv2d_args *a, const conv_plan &plan, direction d, float *stats,
                       const float *pivot, void *stream) {
-    const void *x, *w, *dy;
-    const int rc = pad_operands(a, plan, &x, &w, &dy, stream);
-    gather_args g = gather_args_of(a, plan, d, d == FPROP ? x : dy, w);
+    operands o;
+    const int rc = pad_operands(a, plan, &o, stream);
+    gather_args g = gather_args_of(a, plan, d, o);
 
     if (rc) return rc;
     g.stats = stats;
@@ -3727,27 +3828,31 @@ static int launch_wgrad_tile(const conv_plan &plan, const wgrad_args &g, void *s
 static int run_wgrad(const mpt_conv2d_args *a, const conv_plan &plan, float *partial,
                      void *stream) {
     wgrad_args g = {};
-    const void *w;
-    const int rc = pad_operands(a, plan, &g.x, &w, &g.dy, stream);
+    operands o;
+    const int rc = pad_operands(a, plan, &o, stream);
 
     if (rc) return rc;
+    g.x = o.x;
+    g.dy = o.dy;
     g.partial = partial;
     g.h = a->h;
-    g.wd = a->wd;
+    g.wd = plan.wd;
     g.xc = plan.c8;
     g.yc = plan.k8;
     g.k = a->k;
     g.r = a->r;
-    g.s = a->s;
-    g.stride_h = g.stride_w = a->stride;
-    g.pad_h = g.pad_w = a->padding;
+    g.s = plan.s;
+    g.stride_h = a->stride;
+    g.stride_w = plan.stride_w;
+    g.pad_h = a->padding;
+    g.pad_w = plan.pad_w;
     g.q = a->q;
     g.pixels = a->num_valid * a->p * a->q;
     g.chunk = plan.chunk;
     g.by_q = fastdiv_make(a->q);
     g.by_pq = fastdiv_make(a->p * a->q);
     g.by_xc = fastdiv_make(plan.c8);
-    g.by_s = fastdiv_make(a->s);
+    g.by_s = fastdiv_make(plan.s);
     return a->dtype == MPT_F16 ? launch_wgrad_tile<half>(plan, g, stream)
                                : launch_wgrad_tile<__nv_bfloat16>(plan, g, stream);
 }
@@ -3795,12 +3900,11 @@ static int run_plain(const mpt_conv2d_args *a, const conv_plan &plan, direction 
 
 static int add_splits(const mpt_conv2d_args *a, const conv_plan &plan, const float *partial,
                       void *stream) {
-    const int rows = a->k * a->r * a->s, quads = plan.c8 / 4;
-    const add_splits_args g = {partial, a->dw, rows, a->c, plan.c8, plan.splits,
-                               fastdiv_make(quads)};
+    const view_args g = view_of_w(a, plan);
+    const dim3 blocks(elementwise_blocks(g.rows * g.view_width * (g.padded_c / 4)));
 
-    MPTK_LAUNCH(mptk_conv_add_splits_kernel, dim3(elementwise_blocks(rows * quads)),
-                dim3(ELEMENTWISE_THREADS), 0, stream, g);
+    MPTK_LAUNCH(mptk_conv_add_splits_kernel, blocks, dim3(ELEMENTWISE_THREADS), 0, stream, partial,
+                a->dw, plan.splits, g);
     return launch_status();
 }
 

@@ -1242,10 +1242,10 @@ MPT_API MPT_CHECKED mpt_result mpt_predict(mpt_trainer *t, const mpt_batch *batc
                                            float *probabilities);
 typedef struct mpt_trainer_info {
     int64_t steps;         /* attempted so far, also before a restart */
-    int64_t applied_steps; /* without the skipped ones */
-    float loss_scale;      /* of the next step */
-    const char *backend;   /* "cpu" */
-    const char *kernels;   /* its family, on which the bits of a run depend: "plain", "avx2" */
+    int64_t applied_steps; /* without the skipped ones; on a device as of the last report */
+    float loss_scale;      /* of the next step; on a device as of the last report */
+    const char *backend;   /* "cpu", "cuda" */
+    const char *kernels;   /* their family, on which a run's bits depend: "avx2", "sm_80" */
 } mpt_trainer_info;
 MPT_API mpt_trainer_info mpt_trainer_get_info(const mpt_trainer *t);
 
@@ -10956,7 +10956,9 @@ static mpt_result mpti_cuda_alloc(void *self, size_t bytes, void **out) {
 static void mpti_cuda_free(void *self, void *p) {
     mpti_cuda *c = (mpti_cuda *)self;
 
-    if (p && mpti_cuda_enter(c) == MPT_OK) (void)cudaFree(p); /* waits for what still uses it */
+    /* Also where the device has failed, and without a word: the error that matters is told. */
+    (void)cudaSetDevice(c->device);
+    if (p) (void)cudaFree(p); /* waits for what still uses it */
 }
 
 static mpt_result mpti_cuda_copy_now(mpti_cuda *c, void *dst, const void *src, size_t bytes,
@@ -15499,10 +15501,11 @@ static mpt_result mpti_device_report(mpt_trainer *t, int64_t step) {
     return mpti_trainer_stuck(t, s.first_nonfinite);
 }
 
+/* A step that is stuck (MPT_ERR_INVALID_STATE) doesn't keep the one behind it from being read. */
 static mpt_result mpti_device_sync(mpt_trainer *t) {
     mpt_result rc = MPT_OK;
 
-    while (rc == MPT_OK && t->device.reported < t->step)
+    while (t->device.reported < t->step && (rc == MPT_OK || rc == MPT_ERR_INVALID_STATE))
         rc = mpti_device_report(t, t->device.reported + 1);
     return rc;
 }

@@ -55,7 +55,7 @@ typedef struct conv_case {
 } conv_case;
 
 typedef struct conv_result {
-    double flops, ours, cublas, cudnn; /* seconds; 0: not measured */
+    double flops, ours, kernel, cublas, cudnn; /* seconds; 0: not measured */
 } conv_result;
 
 /* small: each dimension an eighth, for a look at whether it works */
@@ -137,7 +137,19 @@ static bool conv_run(void *user) {
     return true;
 }
 
-static double conv_seconds(const convs *all, const mpt_conv2d_args *a, int direction) {
+static bool conv_run_kernel(void *user) {
+    const conv_case *v = (const conv_case *)user;
+    int error = v->direction == FPROP   ? mptk_conv2d_fprop(&v->args, NULL)
+                : v->direction == DGRAD ? mptk_conv2d_dgrad(&v->args, NULL)
+                                        : mptk_conv2d_wgrad(&v->args, NULL);
+
+    CUDA_OK((cudaError_t)error);
+    return true;
+}
+
+/* run: conv_run, or conv_run_kernel, as the backend may prefer cuBLAS */
+static double conv_seconds(const convs *all, const mpt_conv2d_args *a, int direction,
+                           device_work run) {
     conv_case v;
 
     v.all = all;
@@ -150,7 +162,7 @@ static double conv_seconds(const convs *all, const mpt_conv2d_args *a, int direc
     v.args.dy = all->y;
     v.args.y = v.args.dx = all->out;
     v.args.dw = all->dw;
-    return seconds_of(&all->b->m, conv_run, &v);
+    return seconds_of(&all->b->m, run, &v);
 }
 
 /* As many multiplications as the convolution, in the same roles: pixels x outputs x taps for fprop;
@@ -207,7 +219,10 @@ static conv_result conv_measure(convs *all, const conv_shape *shape, int directi
     conv_result r;
 
     r.flops = 2.0 * a.n * a.p * a.q * a.k * a.r * a.s * a.c;
-    r.ours = conv_seconds(all, &a, direction);
+    r.ours = conv_seconds(all, &a, direction, conv_run);
+    r.kernel = shape->r == 1 && shape->stride == 1
+                   ? conv_seconds(all, &a, direction, conv_run_kernel)
+                   : r.ours;
     r.cublas = gemm_seconds(all, &a, direction);
     r.cudnn = cudnn_seconds(all, &a, direction);
     return r;
@@ -217,12 +232,14 @@ static void conv_print(bench *b, const conv_shape *shape, int direction, const c
     printf("%-20s %2d  %s %8.1f us %7.1f TFLOP/s  %4.2f of cuBLAS", shape->name, shape->count,
            directions[direction], r->ours * 1e6, r->flops / r->ours / 1e12, r->cublas / r->ours);
     if (r->cudnn > 0) printf("  %4.2f of cuDNN", r->cudnn / r->ours);
+    if (r->kernel != r->ours) printf("  (kernels.cu alone: %.1f us)", r->kernel * 1e6);
     printf("\n");
     if (!b->json) return;
     fprintf(b->json, "  {\"layer\": \"%s\", \"count\": %d, \"direction\": \"%s\", ", shape->name,
             shape->count, directions[direction]);
     json_number(b, "seconds", r->ours, ", ");
     json_number(b, "tflops", r->flops / r->ours / 1e12, ", ");
+    json_number(b, "kernel_seconds", r->kernel, ", ");
     json_number(b, "cublas_seconds", r->cublas, ", ");
     json_number(b, "cudnn_seconds", r->cudnn, "},\n");
 }
@@ -639,12 +656,15 @@ static void bench_training(bench *b) {
 static void bench_open(bench *b) {
     struct cudaDeviceProp device;
     mpt_ctx_desc desc;
-    int runtime = 0, driver = 0;
+    int runtime = 0, driver = 0, devices = 0;
+    cudaError_t error = cudaGetDeviceCount(&devices);
 
+    if (error || devices == 0)
+        give_up("no GPU: %s", error ? cudaGetErrorString(error) : "there is none");
     if (!mpt_backend_cuda()) give_up("built without MPTRAIN_CUDA");
     memset(&desc, 0, sizeof desc);
     desc.backend = b->ops = mpt_backend_cuda();
-    if (mpt_ctx_create(&desc, &b->ctx)) give_up("no memory");
+    if (mpt_ctx_create(&desc, &b->ctx)) give_up("no context on this device");
     MPT_OK_OR_GIVE_UP(b->ctx, b->ops->open(b->ctx, 0, &b->self));
     CUDA_OK(cudaGetDeviceProperties(&device, 0));
     CUDA_OK(cudaRuntimeGetVersion(&runtime));
@@ -664,6 +684,7 @@ int main(int argc, char **argv) {
     const char *json = NULL;
     cli_option options[3];
     cli_command command;
+    cli_list operands = {NULL, 0, 0}; /* there are none */
     bench b;
     int code;
 
@@ -677,7 +698,8 @@ int main(int argc, char **argv) {
     command.version = "bench_device";
     command.options = options;
     command.num_options = 3;
-    code = cli_parse(&command, argc, argv, NULL);
+    code = cli_parse(&command, argc, argv, &operands);
+    cli_list_free(&operands);
     if (code != CLI_RUN) return code;
     b.batch_size = b.m.once ? 1 : (int)batch_size;
     if (json && !(b.json = fopen(json, "w"))) give_up("%s: can't be written", json);

@@ -86,6 +86,10 @@ static void same_losses(const rig_desc *d, int num_pictures, int steps) {
         CHECK_NEAR(there[i].grad_norm, here[i].grad_norm,
                    (0.02 + 2 * tolerance) * (1 + here[i].grad_norm));
     }
+    CHECK_OK(b.ctx, mpti_trainer_fetch(b.trainer));
+    for (i = 0; i < a.model->num_stats; i++)
+        CHECK_NEAR(b.trainer->host.running[i], a.trainer->running[i],
+                   5 * tolerance * (1 + fabs(a.trainer->running[i])));
     pictures_free(&p);
     rig_close(&a);
     rig_close(&b);
@@ -755,6 +759,8 @@ MPT_TEST(a_kernel_that_faults_is_an_error_with_name_and_text) {
     CHECK_EQ_INT(mpt_last_error(r.ctx)->native_code, (int)cudaErrorIllegalAddress);
     pictures_free(&p);
     rig_close(&r);
+    CHECK_EQ_INT(counters().device_bytes + counters().pinned_bytes, 0);
+    CHECK_EQ_INT(counters().streams + counters().events + counters().graphs, 0);
     (void)cudaDeviceReset();
 }
 

@@ -435,6 +435,18 @@ MPT_TEST(softmax_of_100000_classes) {
     kernel_test_close(&t);
 }
 
+/* A thread that has a 1 loses every 4e-8 that it adds, 390 times, unless it keeps what was lost: all
+   of them together are 1.6e-5 of the sum. */
+MPT_TEST(softmax_small_terms_add_up) {
+    kernel_test t = kernel_test_open();
+    loss_case c = loss_make(&t, MPT_F32, 1, 1, 100001);
+    int i;
+    for (i = 0; i < 100001; i++) ((float *)c.host.logits)[i] = i < 256 ? 0 : -17;
+    loss_run(&t, &c);
+    loss_check(&t, &c);
+    kernel_test_close(&t);
+}
+
 /* dlogits where the logits are, the loss scale from memory, statistics on top of others. */
 MPT_TEST(softmax_in_place_with_loss_scale) {
     static const int classes[] = {10, 16, 1000, 1500, 1504};
@@ -1252,11 +1264,11 @@ MPT_TEST(update_check) {
     scaler.init_scale = 1.0f / 64;
     update_open(&b, &t, &desc, &scaler, counts, 1, MPT_F32);
     update_fill_row(&b);
-    b.row[39999] = b.row[17] = b.row[16384] = infinity;
+    b.row[39999] = b.row[17] = b.row[18] = b.row[17 + 1024] = b.row[16384] = infinity;
     b.row[40003] = not_a_number();
     update_step(&b, 1);
     CHECK_EQ_INT(b.state->first_nonfinite, 17);
-    b.row[17] = 0;
+    b.row[17] = b.row[18] = b.row[17 + 1024] = 0;
     update_step(&b, 2);
     CHECK_EQ_INT(b.state->first_nonfinite, 16384);
     b.row[39999] = b.row[16384] = 0;
@@ -1409,6 +1421,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(batchnorm_twice_gives_the_same_bits),
     MPT_TEST_CASE(softmax_of_many_shapes),
     MPT_TEST_CASE(softmax_of_100000_classes),
+    MPT_TEST_CASE(softmax_small_terms_add_up),
     MPT_TEST_CASE(softmax_in_place_with_loss_scale),
     MPT_TEST_CASE(softmax_large_logits),
     MPT_TEST_CASE(softmax_ranks_and_nonfinite),

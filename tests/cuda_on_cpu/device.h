@@ -380,7 +380,8 @@ inline unsigned __umulhi(unsigned a, unsigned b) {
     return static_cast<unsigned>(static_cast<unsigned long long>(a) * b >> 32);
 }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
-    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+    __extension__ typedef unsigned __int128 Wide;
+    return static_cast<unsigned long long>(static_cast<Wide>(a) * b >> 64);
 }
 inline int __popc(unsigned x) {
     return __builtin_popcount(x);

@@ -69,6 +69,7 @@ struct Meeting {
 // What the scheduler touches at each switch lies together here, by lane, and not in Thread: the
 // cache holds little more than the stacks of one warp.
 struct Warp {
+    unsigned number;    // in the block
     unsigned exists;    // lanes that have not returned
     unsigned runnable;  // of those, lanes that do not wait
     unsigned started;   // lanes that have a fiber

@@ -59,10 +59,10 @@ static size_t &shared_bytes_allowed(const void *function) {
 
 static cudaError_t check_launch(const Kernel &kernel) {
     const dim3 grid = kernel.grid;
-    const dim3 block = kernel.block;
+    const dim3 threads = kernel.block;
     if (settings().kernel_error) return settings().kernel_error;
-    const uint64_t threads = static_cast<uint64_t>(block.x) * block.y * block.z;
-    if (threads == 0 || threads > MAX_THREADS || block.z > 64) return cudaErrorInvalidConfiguration;
+    const uint64_t all = static_cast<uint64_t>(threads.x) * threads.y * threads.z;
+    if (all == 0 || all > MAX_THREADS || threads.z > 64) return cudaErrorInvalidConfiguration;
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaErrorInvalidConfiguration;
     if (grid.x > MAX_GRID_X || grid.y > MAX_GRID_YZ || grid.z > MAX_GRID_YZ)
         return cudaErrorInvalidConfiguration;

@@ -25,6 +25,7 @@ struct Fiber {
     char *stack; // lowest usable address; a page below it is no memory at all
     size_t stack_bytes;
     void *fake_stack;    // AddressSanitizer's
+    void *tsan_fiber;    // ThreadSanitizer's
     void *stack_pointer; // while it is in the pool
 #ifdef CUDA_ON_CPU_UCONTEXT
     ucontext_t context;
@@ -34,8 +35,15 @@ struct Fiber {
 
 static Fiber host_fiber; // the stack that launched: entered last when a block is done
 static void *host_stack_pointer;
-static Fiber *free_fibers;
 static int num_fibers;
+
+// Fibers that no thread uses: one pool for all. Under ThreadSanitizer each thread of a block keeps
+// its own, or one thread's locals would seem to race with the locals that another had there.
+static Fiber *free_fibers[CUDA_ON_CPU_TSAN ? MAX_THREADS : 1];
+
+CUDA_ON_CPU_UNCHECKED static Fiber *&pool_of(unsigned thread) {
+    return free_fibers[CUDA_ON_CPU_TSAN ? thread : 0];
+}
 
 // ---- the switch ----------------------------------------------------------------------------------
 
@@ -103,7 +111,12 @@ CUDA_ON_CPU_UNCHECKED static void prepare_stack(Fiber &fiber, void (*entry)()) {
 
 static Fiber *came_from;
 
-// Tells AddressSanitizer on which stack we are now.
+// AddressSanitizer wants to know which stack is next, and when we are on it.
+static void leave_for(Fiber *from, const Fiber *to) {
+    came_from = from;
+    __sanitizer_start_switch_fiber(&from->fake_stack, to->stack, to->stack_bytes);
+}
+
 static void arrived_on(Fiber *fiber) {
     const void *bottom;
     size_t bytes;
@@ -113,16 +126,20 @@ static void arrived_on(Fiber *fiber) {
     host_fiber.stack_bytes = bytes;
 }
 
-static void leave_for(Fiber *from, const Fiber *to) {
-    came_from = from;
-    __sanitizer_start_switch_fiber(&from->fake_stack, to->stack, to->stack_bytes);
+#elif CUDA_ON_CPU_TSAN
+
+// To ThreadSanitizer a fiber is a thread. The switch itself must not order anything (1).
+CUDA_ON_CPU_UNCHECKED static void leave_for(Fiber *, const Fiber *to) {
+    __tsan_switch_to_fiber(to->tsan_fiber, 1);
+}
+CUDA_ON_CPU_UNCHECKED static void arrived_on(Fiber *) {
 }
 
 #else
 
-CUDA_ON_CPU_UNCHECKED static void arrived_on(Fiber *) {
+static void leave_for(Fiber *, const Fiber *) {
 }
-CUDA_ON_CPU_UNCHECKED static void leave_for(Fiber *, const Fiber *) {
+static void arrived_on(Fiber *) {
 }
 
 #endif
@@ -153,14 +170,29 @@ CUDA_ON_CPU_UNCHECKED static Fiber *make_fiber() {
     fiber->stack = memory + PAGE;
     fiber->stack_bytes = STACK_BYTES;
     prepare_stack(*fiber, fiber_entry);
+#if CUDA_ON_CPU_TSAN
+    fiber->tsan_fiber = __tsan_create_fiber(0);
+#endif
     num_fibers++;
     return fiber;
 }
 
+// Before a launch. ThreadSanitizer's fibers must all come from the host: it takes it that what a
+// thread did before it made another one happened before all that the other does.
+void enter_host(unsigned num_threads) {
+#if CUDA_ON_CPU_TSAN
+    host_fiber.tsan_fiber = __tsan_get_current_fiber();
+    for (unsigned i = 0; i < num_threads; i++)
+        if (!pool_of(i)) pool_of(i) = make_fiber();
+#endif
+    (void)num_threads;
+}
+
 // A fiber for a lane that has not run yet. Switching to it runs the current thread.
 CUDA_ON_CPU_UNCHECKED void take_fiber(Warp &warp, unsigned lane) {
-    Fiber *fiber = free_fibers;
-    if (fiber) free_fibers = fiber->next_free;
+    Fiber *&first_free = pool_of(warp.number * WARP_SIZE + lane);
+    Fiber *fiber = first_free;
+    if (fiber) first_free = fiber->next_free;
     else fiber = make_fiber();
     warp.fibers[lane] = fiber;
     warp.stack_pointers[lane] = fiber->stack_pointer;
@@ -168,10 +200,22 @@ CUDA_ON_CPU_UNCHECKED void take_fiber(Warp &warp, unsigned lane) {
 }
 
 // Back to the pool; it goes on from here when it is taken again.
-CUDA_ON_CPU_UNCHECKED Place give_fiber_back(Fiber *fiber) {
-    fiber->next_free = free_fibers;
-    free_fibers = fiber;
+CUDA_ON_CPU_UNCHECKED Place give_fiber_back(Warp &warp, unsigned lane) {
+    Fiber *&first_free = pool_of(warp.number * WARP_SIZE + lane);
+    Fiber *fiber = warp.fibers[lane];
+    fiber->next_free = first_free;
+    first_free = fiber;
     return {fiber, &fiber->stack_pointer};
+}
+
+// A lane that has not run yet goes on, without a switch, on the fiber of one that returned; false
+// where fibers belong to threads.
+CUDA_ON_CPU_UNCHECKED bool inherit_fiber(const Warp &from, unsigned from_lane, Warp &to,
+                                         unsigned to_lane) {
+    if (CUDA_ON_CPU_TSAN) return false;
+    to.fibers[to_lane] = from.fibers[from_lane];
+    to.started |= 1u << to_lane;
+    return true;
 }
 
 // Whether the address is in the page below a stack: a thread's locals did not fit.

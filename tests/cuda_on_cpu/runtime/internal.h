@@ -75,8 +75,10 @@ struct Place {
 
 void switch_fibers(const Place &from, const Place &to);
 Place host_place();
+void enter_host(unsigned num_threads);
 void take_fiber(Warp &warp, unsigned lane);
-Place give_fiber_back(Fiber *fiber);
+Place give_fiber_back(Warp &warp, unsigned lane);
+bool inherit_fiber(const Warp &from, unsigned from_lane, Warp &to, unsigned to_lane);
 bool below_a_stack(const Fiber *fiber, const void *address);
 
 // ---- scheduler.cpp -------------------------------------------------------------------------------
@@ -158,14 +160,15 @@ int current_device();
 // One call of the API: takes the lock, says whether the call may go on, and keeps its error.
 class Call {
   public:
-    enum Kind {
-        plain,        // allowed whenever there is a device
-        no_device,    // allowed without one
-        not_captured, // waits or allocates: an error while a stream is captured
+    enum Kind { // bits
+        plain = 0,        // allowed whenever there is a device
+        no_device = 1,    // allowed without one
+        not_captured = 2, // waits or allocates: an error while a stream is captured
+        gives_back = 4,   // allowed when the device has faulted, so that a test can tell its leaks
     };
 
     // A null name can't be made to fail by cuda_on_cpu_fail_call.
-    explicit Call(const char *name, Kind kind = plain);
+    explicit Call(const char *name, int kind = plain);
     bool refused() const {
         return error != cudaSuccess;
     }

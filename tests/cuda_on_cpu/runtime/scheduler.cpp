@@ -41,13 +41,10 @@ struct Block {
 };
 
 Block block;
-const Kernel *kernel;
+const Kernel *kernel_now;
 
-// What ThreadSanitizer knows of order: tokens, and one of its fibers for each CUDA thread.
+// For ThreadSanitizer: a block comes after its launch, and after the block before it.
 char launch_token, block_token;
-#if CUDA_ON_CPU_TSAN
-void *host_context, *thread_contexts[MAX_THREADS];
-#endif
 
 // Switches until a warp gives way, in the shuffled schedule: a few meetings of 32 lanes. Giving way
 // at each meeting would find no more and cost the cache.
@@ -56,7 +53,7 @@ const unsigned MAX_PATIENCE = 256;
 } // namespace
 
 const Kernel *running_kernel() {
-    return kernel;
+    return kernel_now;
 }
 
 // ---- choosing ------------------------------------------------------------------------------------
@@ -115,13 +112,6 @@ CUDA_ON_CPU_UNCHECKED static Place place_of_current() {
     return {warp.fibers[current_lane], &warp.stack_pointers[current_lane]};
 }
 
-// ThreadSanitizer follows the current thread; the host when there is none.
-CUDA_ON_CPU_UNCHECKED static void tell_current() {
-#if CUDA_ON_CPU_TSAN
-    __tsan_switch_to_fiber(current ? thread_contexts[current - block.threads] : host_context, 1);
-#endif
-}
-
 [[noreturn]] static void report_deadlock() {
     for (unsigned i = 0; i < block.num_warps; i++) {
         const Warp &warp = block.warps[i];
@@ -145,7 +135,6 @@ CUDA_ON_CPU_UNCHECKED bool suspend() {
     if (!choose_thread()) report_deadlock();
     if (current_warp != &warp || current_lane != lane) {
         if (!(current_warp->started >> current_lane & 1)) take_fiber(*current_warp, current_lane);
-        tell_current();
         switch_fibers({warp.fibers[lane], &warp.stack_pointers[lane]}, place_of_current());
         threadIdx = index;
     }
@@ -248,7 +237,7 @@ CUDA_ON_CPU_UNCHECKED static void thread_returned() {
 CUDA_ON_CPU_UNCHECKED static void run_thread() {
     threadIdx = current->index;
     order_acquire(&launch_token);
-    kernel->call(kernel->arguments);
+    kernel_now->call(kernel_now->arguments);
     order_release(&block_token);
     thread_returned();
 }
@@ -256,21 +245,18 @@ CUDA_ON_CPU_UNCHECKED static void run_thread() {
 CUDA_ON_CPU_UNCHECKED void work_on_fiber() {
     for (;;) {
         run_thread();
-        Fiber *fiber = current_warp->fibers[current_lane];
+        Warp &warp = *current_warp;
+        const unsigned lane = current_lane;
         if (!choose_thread()) {
             if (block.live) report_deadlock();
             current = nullptr;
-            tell_current();
-            switch_fibers(give_fiber_back(fiber), host_place());
+            switch_fibers(give_fiber_back(warp, lane), host_place());
             continue;
         }
-        tell_current();
-        if (current_warp->started >> current_lane & 1) {
-            switch_fibers(give_fiber_back(fiber), place_of_current());
-        } else {
-            current_warp->started |= 1u << current_lane;
-            current_warp->fibers[current_lane] = fiber;
-        }
+        const bool started = current_warp->started >> current_lane & 1;
+        if (!started && inherit_fiber(warp, lane, *current_warp, current_lane)) continue;
+        if (!started) take_fiber(*current_warp, current_lane);
+        switch_fibers(give_fiber_back(warp, lane), place_of_current());
     }
 }
 
@@ -284,11 +270,6 @@ static void prepare_block(const Kernel &launched) {
     block.num_warps = (block.num_threads + WARP_SIZE - 1) / WARP_SIZE;
     for (unsigned i = 0; i < block.num_threads; i++)
         block.threads[i].index = {i % size.x, i / size.x % size.y, i / (size.x * size.y)};
-#if CUDA_ON_CPU_TSAN
-    host_context = __tsan_get_current_fiber();
-    for (unsigned i = 0; i < block.num_threads; i++)
-        if (!thread_contexts[i]) thread_contexts[i] = __tsan_create_fiber(0);
-#endif
 }
 
 CUDA_ON_CPU_UNCHECKED static void reset_block() {
@@ -301,6 +282,7 @@ CUDA_ON_CPU_UNCHECKED static void reset_block() {
     for (unsigned i = 0; i < block.num_warps; i++) {
         Warp &warp = block.warps[i];
         const unsigned lanes = block.num_threads - i * WARP_SIZE;
+        warp.number = i;
         warp.exists = lanes >= WARP_SIZE ? ~0u : (1u << lanes) - 1;
         warp.runnable = warp.exists;
         warp.started = 0;
@@ -321,7 +303,6 @@ CUDA_ON_CPU_UNCHECKED static void run_block() {
     order_release(&launch_token);
     choose_thread();
     take_fiber(*current_warp, current_lane);
-    tell_current();
     switch_fibers(host_place(), place_of_current());
     order_acquire(&block_token);
 }
@@ -335,17 +316,18 @@ static std::vector<unsigned> shuffled(unsigned count) {
 
 void run_kernel(const Kernel &launched) {
     const dim3 grid = launched.grid;
-    kernel = &launched;
+    kernel_now = &launched;
     gridDim = grid;
     blockDim = launched.block;
     prepare_block(launched);
+    enter_host(block.num_threads);
     prepare_shared_memory(launched.shared_bytes);
     for (unsigned i : shuffled(grid.x * grid.y * grid.z)) {
         blockIdx = {i % grid.x, i / grid.x % grid.y, i / (grid.x * grid.y)};
         poison_shared_memory(launched.shared_bytes);
         run_block();
     }
-    kernel = nullptr;
+    kernel_now = nullptr;
 }
 
 } // namespace cuda_on_cpu

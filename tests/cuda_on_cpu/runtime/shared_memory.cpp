@@ -48,6 +48,7 @@ void prepare_shared_memory(size_t dynamic_bytes) {
     if (!arena) make_arena();
     dynamic_shared = arena + ARENA_BYTES - round_up(dynamic_bytes, SHARED_ALIGNMENT);
 #if CUDA_ON_CPU_ASAN
+    dynamic_shared = arena; // AddressSanitizer's own guard follows, exact to the byte
     ASAN_POISON_MEMORY_REGION(arena, ARENA_BYTES);
     ASAN_UNPOISON_MEMORY_REGION(dynamic_shared, dynamic_bytes);
 #endif
