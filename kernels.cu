@@ -2721,9 +2721,32 @@ template <int VEC> struct pool_maxima { /* the first of equals; NaN is above all
     }
 };
 
+/* Places within windows, a byte each; eight of them aligned to 8 bytes. */
 template <int VEC> MPTK_FN void store_indices(uint8_t *p, const int index[VEC]) {
+    if constexpr (VEC == 8) {
+        uint2 bytes = make_uint2(0, 0);
 #pragma unroll
-    for (int i = 0; i < VEC; i++) p[i] = static_cast<uint8_t>(index[i]);
+        for (int i = 0; i < 4; i++) {
+            bytes.x |= static_cast<unsigned>(index[i]) << 8 * i;
+            bytes.y |= static_cast<unsigned>(index[i + 4]) << 8 * i;
+        }
+        *reinterpret_cast<uint2 *>(p) = bytes;
+    } else {
+        *p = static_cast<uint8_t>(index[0]);
+    }
+}
+
+template <int VEC> MPTK_FN void load_indices(const uint8_t *p, int index[VEC]) {
+    if constexpr (VEC == 8) {
+        const uint2 bytes = *reinterpret_cast<const uint2 *>(p);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            index[i] = static_cast<int>(bytes.x >> 8 * i & 255u);
+            index[i + 4] = static_cast<int>(bytes.y >> 8 * i & 255u);
+        }
+    } else {
+        index[0] = *p;
+    }
 }
 
 /* Windows that hold position `at`: first .. last. */
@@ -2823,10 +2846,12 @@ __global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
                 const int pixel = (place.image * a.p + p) * a.q + q;
                 const size_t at = static_cast<size_t>(pixel) * a.c + place.channel;
                 float dy[VEC];
+                int maximum[VEC];
                 mptk::load_vec<VEC>(static_cast<const T *>(a.x) + at, dy);
+                if (MAX) mptk::load_indices<VEC>(a.argmax_in + at, maximum);
 #pragma unroll
                 for (int e = 0; e < VEC; e++)
-                    sum[e] += !MAX || a.argmax_in[at + e] == index ? dy[e] : 0.0f;
+                    sum[e] += !MAX || maximum[e] == index ? dy[e] : 0.0f;
             }
         }
     }
