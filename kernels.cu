@@ -2149,7 +2149,8 @@ MPTK_FN two_sums block_two_sums(int lanes, float sum[VEC], float product[VEC]) {
 
 /* Pass 1: parts[part] = sums of g and of g (x - mean). */
 template <class T, int VEC>
-__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
+__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS,
+                                  sizeof(T) == 4 ? 3 : mptk::STREAM_BLOCKS)
     mptk_batchnorm_backward_sums_kernel(mptk::batchnorm_args a) {
     const mptk::batchnorm_place place = mptk::batchnorm_place_of<VEC>(a, a.part_rows, a.valid_rows);
     float mean[VEC], sum[VEC], product[VEC];
@@ -2814,6 +2815,7 @@ __global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
         const T *x = static_cast<const T *>(a.x) + place.channel;
         for (int i = max(-top, 0); i < last_i; i++) {
             const int row = (place.image * a.h + top + i) * a.wd + left;
+#pragma unroll 2 /* more of them spill on sm_100 */
             for (int j = max(-left, 0); j < last_j; j++) {
                 float value[VEC];
                 mptk::load_vec<VEC>(x + static_cast<size_t>(row + j) * a.c, value);
