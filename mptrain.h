@@ -256,7 +256,7 @@
 #ifndef MPTRAIN_H
 #define MPTRAIN_H
 
-#ifdef __CUDACC_RTC__ /* NVIDIA's run-time compiler, for kernels.cu: it has no headers, but size_t */
+#ifdef __CUDACC_RTC__ /* NVIDIA's run-time compiler, of kernels.cu: no headers, but size_t */
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
 typedef int int32_t;
@@ -1606,8 +1606,8 @@ size_t mptk_conv2d_wgrad_workspace_bytes(const mpt_conv2d_args *a);
 int mptk_conv2d_fprop(const mpt_conv2d_args *a, void *stream);
 int mptk_conv2d_dgrad(const mpt_conv2d_args *a, void *stream);
 int mptk_conv2d_wgrad(const mpt_conv2d_args *a, void *stream);
-/* fprop that also sums up what it wrote, for batch normalization: partial (stats_rows,2,k) gets sums
-   of y - pivot and of their squares, pivot (k) any numbers near the means; to be added in order.
+/* fprop that also sums up what it wrote, for batch normalization: partial (stats_rows,2,k) gets
+   sums of y - pivot and of their squares, pivot (k) any numbers near the means; to be added in order.
    stats_rows 0: this shape has no such kernel. */
 int mptk_conv2d_fprop_stats_rows(const mpt_conv2d_args *a);
 int mptk_conv2d_fprop_stats(const mpt_conv2d_args *a, float *partial, const float *pivot,

@@ -48,11 +48,12 @@ GPUS = [
 # Cycles of shared memory for a 16 x 16 fragment of A, of B, and for 16 bytes a lane stored by a
 # warp. sm_70: counted on the addresses of its machine code, fprop by m8n8k4 on swizzled tiles, the
 # others by wmma. ldmatrix: no conflicts.
-SHARED_CYCLES = {('70', 'fprop'): (8, 8, 4), ('70', 'dgrad'): (16, 8, 8), ('70', 'wgrad'): (8, 8, 8)}
+SHARED_CYCLES = {('70', 'fprop'): (8, 8, 4), ('70', 'dgrad'): (16, 8, 8),
+                 ('70', 'wgrad'): (8, 8, 8)}
 LDMATRIX_CYCLES = (4, 4, 4)
 SHARED_BYTES_A_CYCLE = 128
 
-# Cycles that a step takes at least, and of a CTA's start and end: measured with a simulator of sm_70
+# Cycles that a step takes at least, and of a CTA's start and end: by a simulator of sm_70
 LATENCY, START = 600, 1500
 LAUNCH_US = 2
 
@@ -77,8 +78,8 @@ def chosen_plans():
     runner = os.path.join(TOP, 'tests', 'cuda_on_cpu')
     with tempfile.TemporaryDirectory() as folder:
         program = os.path.join(folder, 'kernel_plans')
-        subprocess.run([os.environ.get('CXX', 'g++'), '-std=c++17', '-mf16c', '-fno-strict-aliasing',
-                        '-I' + TOP, '-I' + os.path.join(runner, 'include'),
+        subprocess.run([os.environ.get('CXX', 'g++'), '-std=c++17', '-mf16c',
+                        '-fno-strict-aliasing', '-I' + TOP, '-I' + os.path.join(runner, 'include'),
                         '-include', os.path.join(runner, 'device.h'),
                         os.path.join(TOP, 'docs', 'kernel_plans.cpp'),
                         os.path.join(runner, 'runtime.cpp'), '-o', program], check=True)
@@ -92,7 +93,8 @@ def parse_plan(words):
     count, hw, c, k, r, stride = map(int, words[1:7])
     bm, bn, bk, few_channels, splits = map(int, words[8:])
     tile = next(tile for tile in TILES if tile[:3] == (bm, bn, bk))
-    return Plan(Layer(name, count, hw, c, k, r, stride), direction, tile, bool(few_channels), splits)
+    layer = Layer(name, count, hw, c, k, r, stride)
+    return Plan(layer, direction, tile, bool(few_channels), splits)
 
 
 def occupancies():
@@ -134,8 +136,8 @@ def product_of(layer, direction, tile):
     if direction == 'dgrad':
         phases = layer.stride ** 2
         steps = taps * ceil_div(layer.k, tile.bk) / phases
-        return Product(BATCH_SIZE * layer.hw ** 2 // phases, layer.c, taps * layer.k / phases, steps,
-                       phases, flops, 2 * (x + y + w))
+        return Product(BATCH_SIZE * layer.hw ** 2 // phases, layer.c, taps * layer.k / phases,
+                       steps, phases, flops, 2 * (x + y + w))
     return Product(layer.k, taps * c8, pixels, ceil_div(pixels, tile.bk), 1, flops,
                    2 * (x // skipped + y) + 4 * w)
 
@@ -188,7 +190,8 @@ def is_flat(plan):
 
 
 def planned_time(kernels, gpu, plan):
-    record = record_of(kernels, gpu.arch, plan.direction, plan.tile, plan.few_channels, is_flat(plan))
+    record = record_of(kernels, gpu.arch, plan.direction, plan.tile, plan.few_channels,
+                       is_flat(plan))
     product = product_of(plan.layer, plan.direction, plan.tile)
     return kernel_time(gpu, plan.direction, plan.tile, record['ctas'], product, max(plan.splits, 1))
 
@@ -197,7 +200,8 @@ def best_time(kernels, gpu, plan):
     """With the tile that the model likes best, of those that kernels.cu has"""
     times = [planned_time(kernels, gpu, plan)[0]]
     for tile in TILES:
-        record = record_of(kernels, gpu.arch, plan.direction, tile, plan.few_channels, is_flat(plan))
+        record = record_of(kernels, gpu.arch, plan.direction, tile, plan.few_channels,
+                           is_flat(plan))
         if record and record['ctas']:
             product = product_of(plan.layer, plan.direction, tile)
             times.append(kernel_time(gpu, plan.direction, tile, record['ctas'], product,
@@ -243,7 +247,8 @@ def occupancy_table(kernels, plans):
     lines = ['| kernel | threads | ' + ' | '.join(f'sm_{gpu.arch}' for gpu in GPUS) + ' |',
              '|---|--:|' + '---|' * len(GPUS)]
     for direction, tile, few_channels, flat in sorted(used):
-        records = [record_of(kernels, gpu.arch, direction, tile, few_channels, flat) for gpu in GPUS]
+        records = [record_of(kernels, gpu.arch, direction, tile, few_channels, flat)
+                   for gpu in GPUS]
         cells = [f"{r['registers']} regs, {(r['static'] + r['dynamic']) / 1024:.0f} KB: "
                  f"{r['ctas']} CTA{'s' if r['ctas'] > 1 else ''} ({r['bound']})" for r in records]
         name = f'{direction} {tile.bm}x{tile.bn}x{tile.bk}'
@@ -253,7 +258,8 @@ def occupancy_table(kernels, plans):
 
 
 def gpu_table(kernels, plans, gpu):
-    lines = [f'| {gpu.name}: layer | x | fprop | dgrad | wgrad | share |', '|---|--:|---|---|---|--:|']
+    lines = [f'| {gpu.name}: layer | x | fprop | dgrad | wgrad | share |',
+             '|---|--:|---|---|---|--:|']
     times = {plan: (*planned_time(kernels, gpu, plan),
                     *roofline(gpu, product_of(plan.layer, plan.direction, plan.tile)))
              for plan in plans}
@@ -278,7 +284,8 @@ def gpu_table(kernels, plans, gpu):
                  + ' | '.join(sums) + ' | |')
     best = sum(plan.layer.count * best_time(kernels, gpu, plan) for plan in plans)
     lines += ['', f'With the tile that the model likes best for each, instead of the one that '
-              f"kernels.cu's rule takes, the sum would be {100 * (whole / best - 1):.1f} % smaller."]
+              "kernels.cu's rule takes, the sum would be "
+              f'{100 * (whole / best - 1):.1f} % smaller.']
     return lines
 
 

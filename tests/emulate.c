@@ -70,7 +70,9 @@ static void done(machine *m) {
     mpt_ctx_destroy(m->ctx);
 }
 
-static double distance(double a, double b) { return a < b ? b - a : a - b; }
+static double distance(double a, double b) {
+    return a < b ? b - a : a - b;
+}
 
 /* Three columns. 0.002: what one rounding of FP16 is to a loss of 2.3. */
 static int show(const char *net, const machine m[3]) {

@@ -25,7 +25,9 @@ static rig_desc on(const rig_desc *d, const mpt_backend *backend) {
     return there;
 }
 
-static rig_desc on_cuda(const rig_desc *d) { return on(d, mpt_backend_cuda()); }
+static rig_desc on_cuda(const rig_desc *d) {
+    return on(d, mpt_backend_cuda());
+}
 
 /* Trains `steps` steps on the same batch or, over epochs, on all that fit. Reports come one step
    late and are put in their places. */
@@ -58,7 +60,8 @@ static double rounding_of(const rig_desc *d, const pictures *p, const mpt_step_r
     train(&r, p, d->batch_size, steps, exact);
     rig_close(&r);
     for (i = 0; i < steps; i++)
-        if (fabs(exact[i].loss - cpu[i].loss) > largest) largest = fabs(exact[i].loss - cpu[i].loss);
+        if (fabs(exact[i].loss - cpu[i].loss) > largest)
+            largest = fabs(exact[i].loss - cpu[i].loss);
     return 2 * largest;
 }
 
@@ -186,8 +189,8 @@ static float *gradients_of(rig *r, const mpt_batch *b) {
     int64_t i;
     CHECK_OK(r->ctx, mpt_trainer_accumulate(r->trainer, b));
     if (r->ctx->backend->download)
-        CHECK_OK(r->ctx, r->ctx->backend->download(r->ctx->backend_self, row, r->trainer->rows[0],
-                                                   bytes));
+        CHECK_OK(r->ctx,
+                 r->ctx->backend->download(r->ctx->backend_self, row, r->trainer->rows[0], bytes));
     else memcpy(row, r->trainer->rows[0], bytes);
     for (i = 0; i < m->num_params; i++) row[i] /= r->trainer->scaler.scale;
     return row;
@@ -654,8 +657,7 @@ MPT_TEST(the_plan_is_what_the_device_holds) {
     mirror = r.trainer->arenas[MPTI_MIRROR]->desc.capacity_bytes;
     CHECK_EQ_INT(r.trainer->num_rows, 2); /* one running sum */
     CHECK_EQ_INT(counters().allocations > 0, 1);
-    CHECK_EQ_INT(there + mirror + 2 * r.trainer->device.slot_bytes,
-                 plan.total - plan.bookkeeping);
+    CHECK_EQ_INT(there + mirror + 2 * r.trainer->device.slot_bytes, plan.total - plan.bookkeeping);
     rig_close(&r);
 }
 
@@ -725,21 +727,34 @@ static int fails_well(const rig_desc *d, const pictures *p, const char *function
 }
 
 MPT_TEST(every_call_may_fail) {
-    static const char *const functions[] = {
-        "cudaGetDeviceCount", "cudaDeviceGetAttribute", "cudaSetDevice", "cudaMalloc",
-        "cudaMallocHost", "cudaStreamCreateWithFlags", "cudaEventCreateWithFlags",
-        "cudaEventRecord", "cudaEventSynchronize", "cudaStreamWaitEvent", "cudaMemcpyAsync",
-        "cudaMemsetAsync", "cudaStreamSynchronize", "cudaStreamBeginCapture",
-        "cudaGraphInstantiate", "cudaGraphLaunch", "cudaLaunchKernel", "cublasCreate",
-        "cublasSetStream", "cublasSetWorkspace", "cublasGemmEx"};
+    static const char *const functions[] = {"cudaGetDeviceCount",
+                                            "cudaDeviceGetAttribute",
+                                            "cudaSetDevice",
+                                            "cudaMalloc",
+                                            "cudaMallocHost",
+                                            "cudaStreamCreateWithFlags",
+                                            "cudaEventCreateWithFlags",
+                                            "cudaEventRecord",
+                                            "cudaEventSynchronize",
+                                            "cudaStreamWaitEvent",
+                                            "cudaMemcpyAsync",
+                                            "cudaMemsetAsync",
+                                            "cudaStreamSynchronize",
+                                            "cudaStreamBeginCapture",
+                                            "cudaGraphInstantiate",
+                                            "cudaGraphLaunch",
+                                            "cudaLaunchKernel",
+                                            "cublasCreate",
+                                            "cublasSetStream",
+                                            "cublasSetWorkspace",
+                                            "cublasGemmEx"};
     rig_desc d = rig_small(plain_net, 4), cuda;
     pictures p = pictures_make(&d, 4, 3);
     int f, n, grow = mpt_test_full() ? 1 : 4;
     d.trainer.precision = MPT_PRECISION_FP16; /* dense layers by cuBLAS */
     cuda = on_cuda(&d);
     for (f = 0; f < COUNT(functions); f++)
-        for (n = 1; fails_well(&cuda, &p, functions[f], n); n += 1 + n / 8 * grow)
-            CHECK(n < 2000);
+        for (n = 1; fails_well(&cuda, &p, functions[f], n); n += 1 + n / 8 * grow) CHECK(n < 2000);
     pictures_free(&p);
 }
 
