@@ -1607,8 +1607,8 @@ int mptk_conv2d_fprop(const mpt_conv2d_args *a, void *stream);
 int mptk_conv2d_dgrad(const mpt_conv2d_args *a, void *stream);
 int mptk_conv2d_wgrad(const mpt_conv2d_args *a, void *stream);
 /* fprop that also sums up what it wrote, for batch normalization: partial (stats_rows,2,k) gets
-   sums of y - pivot and of their squares, pivot (k) any numbers near the means; to be added in order.
-   stats_rows 0: this shape has no such kernel. */
+   sums of y - pivot and of their squares, pivot (k) any numbers near the means; to be added in
+   order. stats_rows 0: this shape has no such kernel. */
 int mptk_conv2d_fprop_stats_rows(const mpt_conv2d_args *a);
 int mptk_conv2d_fprop_stats(const mpt_conv2d_args *a, float *partial, const float *pivot,
                             void *stream);
