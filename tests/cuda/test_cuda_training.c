@@ -709,7 +709,9 @@ static int fails_well(const rig_desc *d, const pictures *p, const char *function
     memset(&error, 0, sizeof error);
     cd.backend = mpt_backend_cuda();
     cd.error = &error;
-    cuda_on_cpu_fail_call(function, n, (int)cudaErrorUnknown);
+    cuda_on_cpu_fail_call(function, n,
+                          strncmp(function, "cublas", 6) ? (int)cudaErrorUnknown
+                                                         : (int)CUBLAS_STATUS_INTERNAL_ERROR);
     rc = mpt_ctx_create(&cd, &r.ctx);
     if (rc == MPT_OK) {
         r.model = rig_model(r.ctx, d);
