@@ -188,7 +188,8 @@ run_torch() {
         record SKIP PyTorch 0 "the $total_seconds seconds are over"
         return
     fi
-    timeout $((left < 70 ? left : 70)) python3 tests/cuda/bench_torch.py "$batch" >"$out/torch.json" 2>"$log"
+    timeout $((left < 70 ? left : 70)) python3 tests/cuda/bench_torch.py "$batch" \
+        >"$out/torch.json" 2>"$log"
     status=$?
     case $status in
     0) record ok PyTorch 0 "$(cat "$out/torch.json")" ;;
