@@ -132,15 +132,15 @@ void use_calls(void) {
     cudaError_t (*allocate_host)(void **, size_t) = cudaMallocHost;
     cudaError_t (*memory_info)(size_t *, size_t *) = cudaMemGetInfo;
     cudaError_t (*copy)(void *, const void *, size_t, enum cudaMemcpyKind) = cudaMemcpy;
-    cudaError_t (*copy_async)(void *, const void *, size_t, enum cudaMemcpyKind, cudaStream_t) =
-        cudaMemcpyAsync;
+    cudaError_t (*copy_async)(void *, const void *, size_t, enum cudaMemcpyKind,
+                              cudaStream_t) = cudaMemcpyAsync;
     cudaError_t (*set_async)(void *, int, size_t, cudaStream_t) = cudaMemsetAsync;
     cudaError_t (*set_function)(const void *, enum cudaFuncAttribute, int) = cudaFuncSetAttribute;
     cudaError_t (*get_function)(struct cudaFuncAttributes *, const void *) = cudaFuncGetAttributes;
     cudaError_t (*begin_capture)(cudaStream_t, enum cudaStreamCaptureMode) = cudaStreamBeginCapture;
     cudaError_t (*end_capture)(cudaStream_t, cudaGraph_t *) = cudaStreamEndCapture;
-    cudaError_t (*instantiate)(cudaGraphExec_t *, cudaGraph_t, unsigned long long) =
-        cudaGraphInstantiate;
+    cudaError_t (*instantiate)(cudaGraphExec_t *, cudaGraph_t,
+                               unsigned long long) = cudaGraphInstantiate;
     cudaError_t (*launch)(cudaGraphExec_t, cudaStream_t) = cudaGraphLaunch;
     cublasStatus_t (*create_handle)(cublasHandle_t *) = cublasCreate;
     cublasStatus_t (*set_stream)(cublasHandle_t, cudaStream_t) = cublasSetStream;

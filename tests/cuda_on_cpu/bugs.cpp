@@ -19,7 +19,7 @@
 
 using namespace nvcuda;
 
-// ---- what the bugs share -------------------------------------------------------------------------
+// ---- what the bugs share ------------------------------------------------------------------------
 
 static void must(cudaError_t error) {
     if (!error) return;
@@ -66,7 +66,7 @@ static void run_turn(TurnKernel kernel, bool bug) {
     judge(out, turned(64));
 }
 
-// ---- memory of the device ------------------------------------------------------------------------
+// ---- memory of the device -----------------------------------------------------------------------
 
 __global__ void missing_barrier_kernel(float *out, bool bug) {
     MPTK_DYN_SMEM(float, numbers);
@@ -211,7 +211,7 @@ static void large_locals(bool bug) {
     judge(out, {1});
 }
 
-// ---- barriers and warps --------------------------------------------------------------------------
+// ---- barriers and warps -------------------------------------------------------------------------
 
 __global__ void divergent_barrier_kernel(float *out, bool bug) {
     MPTK_DYN_SMEM(float, numbers);
@@ -304,7 +304,7 @@ static void shuffle_in_half_a_warp(bool bug) {
     judge(out, std::vector<float>(32, 32));
 }
 
-// ---- matrices ------------------------------------------------------------------------------------
+// ---- matrices -----------------------------------------------------------------------------------
 
 // Doubles a 16x16 matrix by the identity. The bug relies on the layout that sm_80 happens to have.
 __global__ void fragment_layout_kernel(const half *a, float *out, bool bug) {
@@ -412,7 +412,7 @@ static void missing_copy_wait(bool bug) {
     must(cudaFree(in));
 }
 
-// ---- streams -------------------------------------------------------------------------------------
+// ---- streams ------------------------------------------------------------------------------------
 
 __global__ void add_kernel(const float *in, float *sum) {
     sum[threadIdx.x] += in[threadIdx.x];
@@ -495,7 +495,7 @@ static void read_before_synchronize(bool bug) {
     must(cudaStreamDestroy(stream));
 }
 
-// ---- the host ------------------------------------------------------------------------------------
+// ---- the host -----------------------------------------------------------------------------------
 
 static void too_much_shared(bool bug) {
     float *out = device_array(std::vector<float>(64));
@@ -532,10 +532,10 @@ static void gemm_on_host_memory(bool bug) {
     cublasDestroy(blas);
 }
 
-// ---- the list ------------------------------------------------------------------------------------
+// ---- the list -----------------------------------------------------------------------------------
 
-// What the output contains when the bug is found, by build; null: not looked for there. "wrong" need
-// come under one seed only, anything else must come under all.
+// What the output contains when the bug is found, by build; null: not looked for there. "wrong" has
+// to come under one seed only, anything else under all.
 struct Bug {
     const char *name;
     void (*run)(bool bug);

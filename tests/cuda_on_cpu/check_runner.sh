@@ -23,7 +23,7 @@ case $(uname -m) in x86_64) flags="$flags -mavx2 -mf16c -mfma" ;; esac
 # A hang must not hold up everything else: no check here takes more than some seconds.
 limit() { timeout -k 5 120 "$@"; }
 
-# build_flags BUILD: the compiler's; -O0 leaves the bugs as they are written.
+# build_flags BUILD: the compiler's
 build_flags() {
     case $1 in
     plain) echo "-O1" ;;

@@ -16,7 +16,7 @@
 #include "float16.h"
 #include "include/cuda_runtime.h"
 
-// ---- qualifiers ----------------------------------------------------------------------------------
+// ---- qualifiers ---------------------------------------------------------------------------------
 
 #define __global__
 #define __device__
@@ -26,29 +26,22 @@
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
-// One block runs at a time, so a static variable is what its threads share. The section lets the
-// runtime fill it before each block (runtime/shared_memory.cpp). gcc insists that all variables of
-// a section be alike, which inline functions break, so each gets a name that differs only in a
-// comment of the assembler. gcc before 13 ignores the section in templates: there the variables
-// keep what the last block left.
-#if CUDA_ON_CPU_ASAN
+// One block runs at a time, so a static variable is what its threads share. The runtime fills it
+// with NaN before each block (runtime/shared_memory.cpp) and must know where it is: clang puts it
+// into a section; gcc ignores that in templates, but thread-local variables lie together too.
+// AddressSanitizer and ThreadSanitizer look after plain static variables best.
+#if CUDA_ON_CPU_ASAN || CUDA_ON_CPU_TSAN
 #define __shared__ static
 #elif defined(__clang__)
 #define __shared__ static __attribute__((section("cuda_on_cpu_shared")))
-#elif defined(__x86_64__)
-#define CUDA_ON_CPU_TEXT_(x) #x
-#define CUDA_ON_CPU_TEXT(x) CUDA_ON_CPU_TEXT_(x)
-#define __shared__ \
-    static __attribute__((section( \
-        "cuda_on_cpu_shared,\"aw\",@progbits#" CUDA_ON_CPU_TEXT(__COUNTER__))))
 #else
-#define __shared__ static
+#define __shared__ static __thread
 #endif
 
 #define MPTK_DYN_SMEM(type, name) \
     type *const name = reinterpret_cast<type *>(cuda_on_cpu::dynamic_shared)
 
-// ---- launching -----------------------------------------------------------------------------------
+// ---- launching ----------------------------------------------------------------------------------
 
 // MPTK_LAUNCH(kernel, grid, block, dynamic shared bytes, stream, arguments...), as
 // kernel<<<grid, block, bytes, stream>>>(arguments...). Template kernels stand in parentheses.
@@ -99,12 +92,12 @@ void launch(const char *name, void (*kernel)(P...), dim3 grid, dim3 block, size_
 
 } // namespace cuda_on_cpu
 
-// ---- built-in variables --------------------------------------------------------------------------
+// ---- built-in variables -------------------------------------------------------------------------
 
 // threadIdx, blockIdx, blockDim and gridDim are in executor.h.
 static const int warpSize = cuda_on_cpu::WARP_SIZE;
 
-// ---- barriers and fences -------------------------------------------------------------------------
+// ---- barriers and fences ------------------------------------------------------------------------
 
 inline void __syncthreads(cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
     cuda_on_cpu::sync_block(false, where);
@@ -113,12 +106,10 @@ inline int __syncthreads_count(int predicate,
                                cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
     return cuda_on_cpu::sync_block(predicate != 0, where);
 }
-inline int __syncthreads_or(int predicate,
-                            cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
+inline int __syncthreads_or(int predicate, cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
     return cuda_on_cpu::sync_block(predicate != 0, where) != 0;
 }
-inline int __syncthreads_and(int predicate,
-                             cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
+inline int __syncthreads_and(int predicate, cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
     return cuda_on_cpu::sync_block(predicate == 0, where) == 0;
 }
 
@@ -148,7 +139,7 @@ inline void __threadfence_system() {
     cuda_on_cpu::fault("__trap", where);
 }
 
-// ---- shuffles and votes --------------------------------------------------------------------------
+// ---- shuffles and votes -------------------------------------------------------------------------
 
 namespace cuda_on_cpu {
 
@@ -161,15 +152,14 @@ CUDA_ON_CPU_UNCHECKED inline T shuffle(unsigned mask, T value, int source, Where
     const unsigned lane = current_lane;
     memcpy(&warp.in[lane], &value, sizeof value);
     warp.source[lane] = source;
-    meet(mask, Operation::shuffle, where,
-         [where](Warp &w, unsigned lanes) CUDA_ON_CPU_UNCHECKED {
-             for (unsigned rest = lanes; rest; rest &= rest - 1) {
-                 const unsigned reader = static_cast<unsigned>(__builtin_ctz(rest));
-                 if (!(lanes >> w.source[reader] & 1))
-                     fault_in(w, reader, "a shuffle reads a lane that is not there", where);
-                 w.out[reader] = w.in[w.source[reader]];
-             }
-         });
+    meet(mask, Operation::shuffle, where, [where](Warp &w, unsigned lanes) CUDA_ON_CPU_UNCHECKED {
+        for (unsigned rest = lanes; rest; rest &= rest - 1) {
+            const unsigned reader = static_cast<unsigned>(__builtin_ctz(rest));
+            if (!(lanes >> w.source[reader] & 1))
+                fault_in(w, reader, "a shuffle reads a lane that is not there", where);
+            w.out[reader] = w.in[w.source[reader]];
+        }
+    });
     memcpy(&value, &warp.out[lane], sizeof value);
     return value;
 }
@@ -239,7 +229,7 @@ inline unsigned __activemask() {
     return 1u << cuda_on_cpu::current_lane;
 }
 
-// ---- atomics -------------------------------------------------------------------------------------
+// ---- atomics ------------------------------------------------------------------------------------
 
 // Relaxed, as on a GPU: they order nothing else.
 namespace cuda_on_cpu {
@@ -307,7 +297,7 @@ template <class T> inline T atomicCAS(T *address, T expected, T value) {
     return expected;
 }
 
-// ---- numbers -------------------------------------------------------------------------------------
+// ---- numbers ------------------------------------------------------------------------------------
 
 template <class T> inline T __ldg(const T *address) {
     return *address;

@@ -2,8 +2,8 @@
 //
 // A CUDA thread is a fiber: a stack of its own that the scheduler of runtime/scheduler.cpp switches
 // to. All run on one thread of the operating system, one at a time, until they wait: for the block
-// (__syncthreads) or for lanes of their warp (a meeting: shuffles, votes, __syncwarp, mma). The lane
-// that arrives last at a meeting does the work of all, then the others go on with their results.
+// (__syncthreads) or for lanes of their warp (a meeting: shuffles, votes, __syncwarp, mma). The
+// lane that arrives last at a meeting does the work of all, then all go on with their results.
 #ifndef CUDA_ON_CPU_EXECUTOR_H
 #define CUDA_ON_CPU_EXECUTOR_H
 
@@ -37,7 +37,7 @@ struct Where {
     }
 };
 
-enum class Operation { none, syncwarp, shuffle, vote, ldmatrix, mma };
+enum class Operation { syncwarp, shuffle, vote, ldmatrix, mma };
 
 const char *operation_name(Operation operation);
 
@@ -64,7 +64,10 @@ struct Meeting {
     unsigned mask;
     unsigned arrived;
     Operation operation;
+    Where where; // of the first to arrive
 };
+
+enum { MATRIX_SIDE = 16 };
 
 // What the scheduler touches at each switch lies together here, by lane, and not in Thread: the
 // cache holds little more than the stacks of one warp.
@@ -80,15 +83,17 @@ struct Warp {
     Thread *threads; // of its 32 lanes
     Fiber *fibers[WARP_SIZE];
     void *stack_pointers[WARP_SIZE];
-    Where where[WARP_SIZE];         // of the call in which a lane waits
-    Operation waits_for[WARP_SIZE]; // none: for __syncthreads
 
-    // What lanes bring to a meeting and take from it.
+    // What lanes bring to a meeting and take from it. They bring values, not addresses of them:
+    // what one lane has at hand is far from the others.
     uint64_t in[WARP_SIZE];
     uint64_t out[WARP_SIZE];
-    int source[WARP_SIZE];                  // shuffles: the lane to read
-    void *registers[WARP_SIZE][4];          // mma, ldmatrix: operands and results
-    alignas(16) uint32_t row[WARP_SIZE][4]; // ldmatrix: the 16 bytes that a lane reads
+    int source[WARP_SIZE];                         // shuffles: the lane to read
+    alignas(32) uint32_t rows[WARP_SIZE][4];       // ldmatrix: the 16 bytes that a lane reads
+    alignas(32) uint32_t pieces[WARP_SIZE][4];     // ldmatrix: the registers that it gets
+    alignas(32) float a[MATRIX_SIDE][MATRIX_SIDE]; // mma: a product, d += a * b
+    alignas(32) float b[MATRIX_SIDE][MATRIX_SIDE];
+    alignas(32) float d[MATRIX_SIDE][MATRIX_SIDE];
 };
 
 // The running CUDA thread; null while the host runs.
@@ -100,15 +105,14 @@ extern unsigned current_lane;
 [[noreturn]] void fault(const char *what, Where where);
 [[noreturn]] void fault_in(const Warp &warp, unsigned lane, const char *what, Where where);
 
-// arrive: true for the last lane of the meeting, which must not suspend. suspend: lets others run
-// until this lane may go on; true if it must complete the meeting.
-bool arrive(unsigned mask, Operation operation, Where where);
-bool suspend();
+// The current lane meets the others of mask. True for the one of them that must do the work of all:
+// the last to arrive. The others come back when that is done.
+bool meet_lanes(unsigned mask, Operation operation, Where where);
 
 // All lanes of mask meet. `job(warp, lanes)` runs once, for all of them.
 template <class Job>
 CUDA_ON_CPU_UNCHECKED inline void meet(unsigned mask, Operation operation, Where where, Job job) {
-    if (!arrive(mask, operation, where) && !suspend()) return;
+    if (!meet_lanes(mask, operation, where)) return;
     Warp &warp = *current_warp;
     const unsigned lanes = mask & warp.exists;
     job(warp, lanes);
@@ -133,16 +137,33 @@ inline bool aligned(const void *pointer, size_t bytes) {
     return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-// ---- instructions of ptx_twins.h -----------------------------------------------------------------
+// ---- matrix instructions ------------------------------------------------------------------------
+
+// Eight neighbours of a row, in a register where the processor has such. Moved by assignment, as
+// memcpy may go in smaller pieces, which the processor can't hand on from store to load.
+typedef float Row8 __attribute__((vector_size(8 * sizeof(float)), may_alias));
+
+CUDA_ON_CPU_UNCHECKED inline Row8 &row8(float *eight) {
+    return *reinterpret_cast<Row8 *>(eight);
+}
+CUDA_ON_CPU_UNCHECKED inline const Row8 &row8(const float *eight) {
+    return *reinterpret_cast<const Row8 *>(eight);
+}
+
+// warp.d += warp.a * warp.b. Column k of a is at column_of_k[k].
+void multiply_16x16x16(Warp &warp, const uint8_t *column_of_k);
+void multiply_16x8x16(Warp &warp);
+// Four products of 8x8x4: q's a, transposed, and b are rows 4q to 4q + 3 of the warp's.
+void multiply_four_8x8x4(Warp &warp);
+
+void load_matrices(unsigned r[4], const void *row, bool transposed, Where where);
+
+// ---- asynchronous copies ------------------------------------------------------------------------
 
 void begin_copy(void *to, const void *from, Where where); // from null: zeros
 void finish_copies(int groups);                           // all of groups 0 to groups - 1
-void load_matrices(unsigned r[4], const void *row, bool transposed, Where where);
-void mma_m16n8k16(float d[4], const unsigned a[4], const unsigned b[2],
-                  void (*widen)(const uint16_t *from, float *to), Where where);
-void mma_m8n8k4(float d[8], const unsigned a[2], const unsigned b[2], Where where);
 
-// ---- launching -----------------------------------------------------------------------------------
+// ---- launching ----------------------------------------------------------------------------------
 
 // A kernel with its arguments copied, ready to run any number of times.
 struct Kernel {

@@ -77,21 +77,40 @@ inline float double_to_odd_float(double value) {
     return bits_float((error > 0) == (nearest > 0) ? bits + 1 : bits - 1);
 }
 
-// Eight at a time: what the matrix instructions and GEMM live on.
-CUDA_ON_CPU_UNCHECKED inline void halves_to_floats(const uint16_t *from, float *to) {
+// Four or eight at a time, as the matrix instructions need them.
+struct HalfBits {
+    CUDA_ON_CPU_UNCHECKED static inline void widen4(const void *from, float *to) {
 #ifdef __F16C__
-    __m128i halves;
-    memcpy(&halves, from, sizeof halves);
-    const __m256 floats = _mm256_cvtph_ps(halves);
-    memcpy(to, &floats, sizeof floats);
+        const __m128i halves = _mm_loadl_epi64(static_cast<const __m128i *>(from));
+        _mm_storeu_ps(to, _mm_cvtph_ps(halves));
 #else
-    for (int i = 0; i < 8; i++) to[i] = half_to_float(from[i]);
+        uint16_t halves[4];
+        memcpy(halves, from, sizeof halves);
+        for (int i = 0; i < 4; i++) to[i] = half_to_float(halves[i]);
 #endif
-}
+    }
+    CUDA_ON_CPU_UNCHECKED static inline void widen8(const void *from, float *to) {
+#ifdef __F16C__
+        const __m128i halves = _mm_loadu_si128(static_cast<const __m128i *>(from));
+        _mm256_storeu_ps(to, _mm256_cvtph_ps(halves));
+#else
+        widen4(from, to);
+        widen4(static_cast<const char *>(from) + 8, to + 4);
+#endif
+    }
+};
 
-CUDA_ON_CPU_UNCHECKED inline void bfloats_to_floats(const uint16_t *from, float *to) {
-    for (int i = 0; i < 8; i++) to[i] = bfloat_to_float(from[i]);
-}
+struct BfloatBits {
+    CUDA_ON_CPU_UNCHECKED static inline void widen4(const void *from, float *to) {
+        uint16_t bfloats[4];
+        memcpy(bfloats, from, sizeof bfloats);
+        for (int i = 0; i < 4; i++) to[i] = bfloat_to_float(bfloats[i]);
+    }
+    CUDA_ON_CPU_UNCHECKED static inline void widen8(const void *from, float *to) {
+        widen4(from, to);
+        widen4(static_cast<const char *>(from) + 8, to + 4);
+    }
+};
 
 } // namespace cuda_on_cpu
 

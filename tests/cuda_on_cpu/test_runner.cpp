@@ -69,13 +69,11 @@ template <class T> static std::vector<T> converted(const std::vector<float> &val
     return result;
 }
 
-// ---- grids, arguments, memory --------------------------------------------------------------------
+// ---- grids, arguments, memory -------------------------------------------------------------------
 
 __global__ void write_place(uint4 *out) {
-    const unsigned block =
-        blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-    const unsigned thread =
-        threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+    const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    const unsigned thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
     const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
     out[block * threads + thread] = make_uint4(blockIdx.x, blockIdx.z, threadIdx.y, thread);
 }
@@ -114,8 +112,8 @@ MPT_TEST(arguments_are_copied_at_the_launch) {
     for (float sum : out.get()) CHECK_EQ_INT(sum, 999 * 1000 / 2);
 }
 
-__global__ void copy_shared(float *from_static, float *from_dynamic) {
-    __shared__ float fixed[32];
+template <int N> __global__ void copy_shared(float *from_static, float *from_dynamic) {
+    __shared__ float fixed[N];
     MPTK_DYN_SMEM(float, dynamic);
     from_static[threadIdx.x] = fixed[threadIdx.x];
     from_dynamic[threadIdx.x] = dynamic[threadIdx.x];
@@ -123,14 +121,18 @@ __global__ void copy_shared(float *from_static, float *from_dynamic) {
     dynamic[threadIdx.x] = 1;
 }
 
+static thread_local int variable_of_the_program = 7;
+
 // Two blocks: the second must not see what the first wrote. MemorySanitizer would report the look.
 MPT_TEST(fresh_memory_is_nan) {
     if (CUDA_ON_CPU_MSAN) SKIP("MemorySanitizer reports uninitialised memory instead");
     DeviceArray<float> fixed(32), dynamic(32), never_written(1000);
-    MPTK_LAUNCH(copy_shared, 2, 32, 128, nullptr, fixed.data, dynamic.data);
+    MPTK_LAUNCH((copy_shared<32>), 2, 32, 128, nullptr, fixed.data, dynamic.data);
     for (float value : dynamic.get()) CHECK(value != value);
     for (float value : never_written.get()) CHECK(value != value);
-    if (CUDA_ON_CPU_ASAN) SKIP("AddressSanitizer's build leaves static shared memory alone");
+    CHECK_EQ_INT(variable_of_the_program, 7);
+    if (CUDA_ON_CPU_ASAN || CUDA_ON_CPU_TSAN)
+        SKIP("this sanitizer's build leaves static shared memory alone");
     for (float value : fixed.get()) CHECK(value != value);
 }
 
@@ -150,7 +152,7 @@ MPT_TEST(the_largest_block_has_its_own_locals) {
     for (int i = 0; i < 2048; i++) CHECK_EQ_INT(got[i], 512 * (i % 1024) + 511 * 512 / 2);
 }
 
-// ---- shuffles, votes, barriers -------------------------------------------------------------------
+// ---- shuffles, votes, barriers ------------------------------------------------------------------
 
 template <class T> __global__ void shuffle_all(T *out) {
     const unsigned all = 0xffffffffu;
@@ -262,7 +264,7 @@ MPT_TEST(a_reduction_over_a_block) {
     }
 }
 
-// ---- atomics -------------------------------------------------------------------------------------
+// ---- atomics ------------------------------------------------------------------------------------
 
 struct AtomicResults {
     float sum, largest_exchange;
@@ -300,15 +302,16 @@ MPT_TEST(atomics_of_a_grid) {
     CHECK_EQ_INT(got.inside, 1);
 }
 
-// ---- 16-bit numbers ------------------------------------------------------------------------------
+// ---- 16-bit numbers -----------------------------------------------------------------------------
 
 // The value of the bits by the definition of the format.
 static double value_of(unsigned bits, int mantissa_bits, int bias) {
-    const int exponent = static_cast<int>(bits >> mantissa_bits & ((1u << (15 - mantissa_bits)) - 1));
+    const int exponent = static_cast<int>(bits >> mantissa_bits &
+                                          ((1u << (15 - mantissa_bits)) - 1));
     const int mantissa = static_cast<int>(bits & ((1u << mantissa_bits) - 1));
-    const double magnitude =
-        exponent ? ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits)
-                 : ldexp(mantissa, 1 - bias - mantissa_bits);
+    const double magnitude = exponent ? ldexp((1 << mantissa_bits) + mantissa,
+                                              exponent - bias - mantissa_bits)
+                                      : ldexp(mantissa, 1 - bias - mantissa_bits);
     return bits & 0x8000u ? -magnitude : magnitude;
 }
 
@@ -346,7 +349,7 @@ MPT_TEST(bfloat_rounds_to_nearest_even) {
     CHECK(pair.x == 1.5f && pair.y == -2.25f);
 }
 
-// ---- matrix instructions -------------------------------------------------------------------------
+// ---- matrix instructions ------------------------------------------------------------------------
 
 // c = a * b for 16x16 matrices, a and b stored row- or column-major, c likewise.
 template <class T, class LayoutA, class LayoutB>
@@ -418,7 +421,8 @@ template <class T> __global__ void mma_product(const T *a, const T *b, float *d)
 }
 
 static void check_product(const std::vector<float> &got, const std::vector<float> &a,
-                          const std::vector<float> &b, int rows, int columns, int depth, float add) {
+                          const std::vector<float> &b, int rows, int columns, int depth,
+                          float add) {
     for (int row = 0; row < rows; row++) {
         for (int column = 0; column < columns; column++) {
             float sum = add;
@@ -442,7 +446,8 @@ MPT_TEST(ldmatrix_and_mma_are_a_matrix_product) {
     check_mma<__nv_bfloat16>();
 }
 
-// 16x16 from four 8x8x4 products, as on sm_70: quad pair q has rows 8 (q & 1) and columns 8 (q / 2).
+// 16x16 from four 8x8x4 products, as on sm_70: quad pair q has rows 8 (q & 1) and columns
+// 8 (q / 2).
 __global__ void mma_884_product(const half *a, const half *b, float *d) {
     const int lane = static_cast<int>(threadIdx.x);
     const int pair = lane / 4 % 4;
@@ -512,7 +517,7 @@ MPT_TEST(asynchronous_copies_arrive_in_order) {
     }
 }
 
-// ---- cuBLAS --------------------------------------------------------------------------------------
+// ---- cuBLAS -------------------------------------------------------------------------------------
 
 struct GemmCase {
     cublasOperation_t op_a, op_b;
@@ -550,7 +555,8 @@ template <class T, class C> static void check_gemm(cublasHandle_t blas, const Ge
                        b[g.op_b == CUBLAS_OP_N ? p + j * ldb : j + p * ldb];
             const int at = i + j * ldc;
             const float expected = g.alpha * sum + (g.beta == 0 ? 0 : g.beta * c[at]);
-            CHECK_NEAR(static_cast<float>(got[at]), static_cast<float>(C(expected)), 0); // exact sums
+            CHECK_NEAR(static_cast<float>(got[at]), static_cast<float>(C(expected)),
+                       0); // exact sums
         }
     }
 }
@@ -599,7 +605,7 @@ MPT_TEST(gemm_refuses_what_cublas_refuses) {
     CHECK_EQ_INT(gemm(4, 4, CUDA_R_16F, CUBLAS_COMPUTE_32F), CUBLAS_STATUS_NOT_INITIALIZED);
 }
 
-// ---- streams and events --------------------------------------------------------------------------
+// ---- streams and events -------------------------------------------------------------------------
 
 __global__ void append(int *list, int value) {
     list[++list[0]] = value;
@@ -744,7 +750,7 @@ MPT_TEST(pinned_copies_read_late) {
     CHECK_CUDA(cudaFreeHost(pinned));
 }
 
-// ---- graphs --------------------------------------------------------------------------------------
+// ---- graphs -------------------------------------------------------------------------------------
 
 struct Graph {
     cudaGraph_t graph = nullptr;
@@ -844,7 +850,7 @@ MPT_TEST(a_capture_must_be_closed_in_itself) {
     cudaGetLastError();
 }
 
-// ---- memory --------------------------------------------------------------------------------------
+// ---- memory -------------------------------------------------------------------------------------
 
 MPT_TEST(device_memory_has_an_end) {
     size_t free_before, free_after, total;
@@ -885,7 +891,7 @@ MPT_TEST(copies_know_their_direction) {
     cudaGetLastError();
 }
 
-// ---- limits and errors ---------------------------------------------------------------------------
+// ---- limits and errors --------------------------------------------------------------------------
 
 __global__ void fill_shared(int *out, int n) {
     MPTK_DYN_SMEM(int, numbers);

@@ -45,10 +45,7 @@ typedef enum {
     CUBLAS_COMPUTE_32F_PEDANTIC = 69
 } cublasComputeType_t;
 
-typedef enum {
-    CUBLAS_GEMM_DEFAULT = -1,
-    CUBLAS_GEMM_DEFAULT_TENSOR_OP = 99
-} cublasGemmAlgo_t;
+typedef enum { CUBLAS_GEMM_DEFAULT = -1, CUBLAS_GEMM_DEFAULT_TENSOR_OP = 99 } cublasGemmAlgo_t;
 
 typedef struct cublasContext *cublasHandle_t;
 

@@ -10,14 +10,10 @@ struct CUDA_ON_CPU_ALIGN(2) __nv_bfloat16 {
     unsigned short __x;
 
     __nv_bfloat16() = default;
-    __nv_bfloat16(float value) : __x(cuda_on_cpu::float_to_bfloat(value)) {
-    }
-    __nv_bfloat16(double value) : __nv_bfloat16(cuda_on_cpu::double_to_odd_float(value)) {
-    }
-    __nv_bfloat16(int value) : __nv_bfloat16(static_cast<double>(value)) {
-    }
-    __nv_bfloat16(unsigned int value) : __nv_bfloat16(static_cast<double>(value)) {
-    }
+    __nv_bfloat16(float value) : __x(cuda_on_cpu::float_to_bfloat(value)) {}
+    __nv_bfloat16(double value) : __nv_bfloat16(cuda_on_cpu::double_to_odd_float(value)) {}
+    __nv_bfloat16(int value) : __nv_bfloat16(static_cast<double>(value)) {}
+    __nv_bfloat16(unsigned int value) : __nv_bfloat16(static_cast<double>(value)) {}
     operator float() const {
         return cuda_on_cpu::bfloat_to_float(__x);
     }
@@ -27,8 +23,7 @@ struct CUDA_ON_CPU_ALIGN(4) __nv_bfloat162 {
     __nv_bfloat16 x, y;
 
     __nv_bfloat162() = default;
-    __nv_bfloat162(__nv_bfloat16 low, __nv_bfloat16 high) : x(low), y(high) {
-    }
+    __nv_bfloat162(__nv_bfloat16 low, __nv_bfloat16 high) : x(low), y(high) {}
 };
 
 typedef __nv_bfloat16 nv_bfloat16;

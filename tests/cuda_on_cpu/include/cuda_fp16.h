@@ -10,14 +10,10 @@ struct CUDA_ON_CPU_ALIGN(2) __half {
     unsigned short __x;
 
     __half() = default;
-    __half(float value) : __x(cuda_on_cpu::float_to_half(value)) {
-    }
-    __half(double value) : __half(cuda_on_cpu::double_to_odd_float(value)) {
-    }
-    __half(int value) : __half(static_cast<double>(value)) {
-    }
-    __half(unsigned int value) : __half(static_cast<double>(value)) {
-    }
+    __half(float value) : __x(cuda_on_cpu::float_to_half(value)) {}
+    __half(double value) : __half(cuda_on_cpu::double_to_odd_float(value)) {}
+    __half(int value) : __half(static_cast<double>(value)) {}
+    __half(unsigned int value) : __half(static_cast<double>(value)) {}
     operator float() const {
         return cuda_on_cpu::half_to_float(__x);
     }
@@ -27,8 +23,7 @@ struct CUDA_ON_CPU_ALIGN(4) __half2 {
     __half x, y;
 
     __half2() = default;
-    __half2(__half low, __half high) : x(low), y(high) {
-    }
+    __half2(__half low, __half high) : x(low), y(high) {}
 };
 
 typedef __half half;

@@ -11,18 +11,18 @@ extern "C" {
 #endif
 
 typedef struct cuda_on_cpu_counters {
-    long kernel_launches;      /* kernels that ran, in graphs too */
-    long graph_launches;       /* calls of cudaGraphLaunch */
-    long synchronisations;     /* calls in which the host waited for the device */
-    long allocations;          /* calls of cudaMalloc that succeeded */
-    size_t device_bytes;       /* allocated now, on all devices */
-    size_t device_bytes_peak;  /* the most since the last cuda_on_cpu_reset_peak */
-    size_t pinned_bytes;       /* of cudaMallocHost and cudaHostAlloc, now */
-    int streams;               /* created and not destroyed */
-    int events;                /* likewise */
-    int graphs;                /* likewise, executable ones counted too */
-    int cublas_handles;        /* likewise */
-    long pending;              /* operations queued and not yet run */
+    long kernel_launches;     /* kernels that ran, in graphs too */
+    long graph_launches;      /* calls of cudaGraphLaunch */
+    long synchronisations;    /* calls in which the host waited for the device */
+    long allocations;         /* calls of cudaMalloc that succeeded */
+    size_t device_bytes;      /* allocated now, on all devices */
+    size_t device_bytes_peak; /* the most since the last cuda_on_cpu_reset_peak */
+    size_t pinned_bytes;      /* of cudaMallocHost and cudaHostAlloc, now */
+    int streams;              /* created and not destroyed */
+    int events;               /* likewise */
+    int graphs;               /* likewise, executable ones counted too */
+    int cublas_handles;       /* likewise */
+    long pending;             /* operations queued and not yet run */
 } cuda_on_cpu_counters;
 
 void cuda_on_cpu_get_counters(cuda_on_cpu_counters *counters);

@@ -1,6 +1,6 @@
-/* The part of the CUDA runtime API that the runner has, for C and C++: names, signatures and numbers
- * are those of CUDA 13, so that a program compiled against this header is the program that a GPU
- * runs. check_runner.sh compiles the numbers against NVIDIA's own header where there is one. */
+/* The part of the CUDA runtime API that the runner has, for C and C++. Names, signatures and
+ * numbers are those of CUDA 13, so that a program compiled against this header is the program that
+ * a GPU runs; api.c states them, and is compiled with NVIDIA's headers too where they are. */
 #ifndef CUDA_ON_CPU_CUDA_RUNTIME_API_H
 #define CUDA_ON_CPU_CUDA_RUNTIME_API_H
 

@@ -31,12 +31,39 @@ struct FragmentLayout {
 
 struct FragmentLayouts {
     FragmentLayout a, b, accumulator;
+    uint8_t column_of_k[FRAGMENT_SIDE]; // where a row of A has its element k
 };
 
 extern const FragmentLayouts &fragment_layouts;
 
-// d = a * b + c for one warp; the operands of each lane in warp.registers: d, a, b, c.
-void multiply_fragments(Warp &warp, void (*widen)(const uint16_t *from, float *to));
+CUDA_ON_CPU_UNCHECKED inline float *place_of_chunk(float (*matrix)[MATRIX_SIDE], unsigned chunk) {
+    return &matrix[chunk / 2][chunk % 2 * CHUNK];
+}
+
+CUDA_ON_CPU_UNCHECKED inline void bring_chunk(const half *from, float *to) {
+    HalfBits::widen8(from, to);
+}
+
+CUDA_ON_CPU_UNCHECKED inline void bring_chunk(const __nv_bfloat16 *from, float *to) {
+    BfloatBits::widen8(from, to);
+}
+
+// d = a * b + c, for this lane's chunks.
+template <class T>
+CUDA_ON_CPU_UNCHECKED inline void multiply_fragments(float *d, const T *a, const T *b,
+                                                     const float *c, Where where) {
+    Warp &warp = *current_warp;
+    const unsigned lane = current_lane;
+    float *sums = place_of_chunk(warp.d, fragment_layouts.accumulator.chunk_of[lane]);
+    bring_chunk(a, place_of_chunk(warp.a, fragment_layouts.a.chunk_of[lane]));
+    bring_chunk(b, place_of_chunk(warp.b, fragment_layouts.b.chunk_of[lane]));
+    row8(sums) = row8(c);
+    meet(~0u, Operation::mma, where, [where](Warp &w, unsigned lanes) CUDA_ON_CPU_UNCHECKED {
+        need_whole_warp(lanes, where);
+        multiply_16x16x16(w, fragment_layouts.column_of_k);
+    });
+    row8(d) = row8(sums);
+}
 
 } // namespace cuda_on_cpu
 
@@ -72,7 +99,8 @@ template <> inline const cuda_on_cpu::FragmentLayout &layout_of<accumulator>() {
 }
 
 // What the documentation of load_matrix_sync and store_matrix_sync demands.
-template <class T> inline void check_matrix(const T *memory, unsigned ldm, cuda_on_cpu::Where where) {
+template <class T>
+inline void check_matrix(const T *memory, unsigned ldm, cuda_on_cpu::Where where) {
     if (!cuda_on_cpu::aligned(memory, 32))
         cuda_on_cpu::fault("a wmma pointer that is not a multiple of 32 bytes", where);
     if (ldm * sizeof(T) % 16)
@@ -126,23 +154,12 @@ inline void store_matrix_sync(float *memory, const fragment<accumulator, M, N, K
 }
 
 template <int M, int N, int K, class T, class LayoutA, class LayoutB>
-CUDA_ON_CPU_UNCHECKED inline void
-mma_sync(fragment<accumulator, M, N, K, float> &d,
-         const fragment<matrix_a, M, N, K, T, LayoutA> &a,
-         const fragment<matrix_b, M, N, K, T, LayoutB> &b,
-         const fragment<accumulator, M, N, K, float> &c,
-         cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
-    using namespace cuda_on_cpu;
-    void **registers = current_warp->registers[current_lane];
-    registers[0] = d.x;
-    registers[1] = const_cast<T *>(a.x);
-    registers[2] = const_cast<T *>(b.x);
-    registers[3] = const_cast<float *>(c.x);
-    meet(~0u, Operation::mma, where, [where](Warp &warp, unsigned lanes) CUDA_ON_CPU_UNCHECKED {
-        need_whole_warp(lanes, where);
-        multiply_fragments(warp, std::is_same<T, half>::value ? halves_to_floats
-                                                              : bfloats_to_floats);
-    });
+inline void mma_sync(fragment<accumulator, M, N, K, float> &d,
+                     const fragment<matrix_a, M, N, K, T, LayoutA> &a,
+                     const fragment<matrix_b, M, N, K, T, LayoutB> &b,
+                     const fragment<accumulator, M, N, K, float> &c,
+                     cuda_on_cpu::Where where = cuda_on_cpu::Where::here()) {
+    cuda_on_cpu::multiply_fragments(d.x, a.x, b.x, c.x, where);
 }
 
 } // namespace wmma

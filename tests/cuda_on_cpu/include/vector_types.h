@@ -55,10 +55,8 @@ typedef struct dim3 {
     unsigned int x, y, z;
 #ifdef __cplusplus
     constexpr dim3(unsigned int x_ = 1, unsigned int y_ = 1, unsigned int z_ = 1)
-        : x(x_), y(y_), z(z_) {
-    }
-    constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {
-    }
+        : x(x_), y(y_), z(z_) {}
+    constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 #endif
 } dim3;
 

@@ -85,7 +85,7 @@ void set_last_error(cudaError_t error) {
 
 using namespace cuda_on_cpu;
 
-// ---- errors --------------------------------------------------------------------------------------
+// ---- errors -------------------------------------------------------------------------------------
 
 namespace {
 
@@ -136,14 +136,15 @@ const ErrorText error_texts[] = {
                "operation failed due to a previous error during capture"),
     ERROR_TEXT(cudaErrorStreamCaptureMerge,
                "operation would result in a merge of separate capture sequences"),
-    ERROR_TEXT(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began"),
-    ERROR_TEXT(cudaErrorStreamCaptureUnjoined,
-               "capturing stream has unjoined work"),
+    ERROR_TEXT(cudaErrorStreamCaptureUnmatched,
+               "capture was not ended in the same stream as it began"),
+    ERROR_TEXT(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work"),
     ERROR_TEXT(cudaErrorStreamCaptureIsolation,
                "dependency created on uncaptured work in another stream"),
     ERROR_TEXT(cudaErrorStreamCaptureImplicit,
                "operation would make the legacy stream depend on a capturing blocking stream"),
-    ERROR_TEXT(cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream"),
+    ERROR_TEXT(cudaErrorCapturedEvent,
+               "operation not permitted on an event last recorded in a capturing stream"),
     ERROR_TEXT(cudaErrorStreamCaptureWrongThread,
                "attempt to terminate a thread-local capture sequence from another thread"),
     ERROR_TEXT(cudaErrorUnknown, "unknown error"),
@@ -195,7 +196,7 @@ extern "C" cudaError_t cudaGetDevice(int *device) {
     return cudaSuccess;
 }
 
-// ---- orders of a test ----------------------------------------------------------------------------
+// ---- orders of a test ---------------------------------------------------------------------------
 
 extern "C" void cuda_on_cpu_fail_call(const char *function, int n, int error) {
     std::lock_guard<std::recursive_mutex> lock(runtime_mutex());

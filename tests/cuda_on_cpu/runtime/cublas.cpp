@@ -75,7 +75,8 @@ static void multiply_block(const float *a, size_t a_step, const float *b, size_t
     for (int p = 0; p < k; p++) {
         Rows rows;
         memcpy(&rows, a + static_cast<size_t>(p) * a_step, sizeof rows);
-        for (size_t j = 0; j < COLUMNS; j++) sums[j] += rows * b[j * b_step + static_cast<size_t>(p)];
+        for (size_t j = 0; j < COLUMNS; j++)
+            sums[j] += rows * b[j * b_step + static_cast<size_t>(p)];
     }
 }
 
@@ -125,7 +126,7 @@ static void run_gemm(Gemm g) {
     else set_device_fault(cudaErrorIllegalAddress);
 }
 
-// ---- checks --------------------------------------------------------------------------------------
+// ---- checks -------------------------------------------------------------------------------------
 
 static bool known_type(cudaDataType type) {
     return type == CUDA_R_16F || type == CUDA_R_16BF || type == CUDA_R_32F;
@@ -160,7 +161,8 @@ class BlasCall {
     explicit BlasCall(const char *name)
         : call(nullptr), status(static_cast<cublasStatus_t>(ordered_failure(name))) {
         if (!status && call.refused())
-            status = device_fault() ? CUBLAS_STATUS_EXECUTION_FAILED : CUBLAS_STATUS_NOT_INITIALIZED;
+            status = device_fault() ? CUBLAS_STATUS_EXECUTION_FAILED
+                                    : CUBLAS_STATUS_NOT_INITIALIZED;
     }
     BlasCall(const char *name, cublasHandle_t handle) : BlasCall(name) {
         if (!status && !handles.has(handle)) status = CUBLAS_STATUS_NOT_INITIALIZED;
@@ -178,7 +180,7 @@ class BlasCall {
 
 using namespace cuda_on_cpu;
 
-// ---- the API -------------------------------------------------------------------------------------
+// ---- the API ------------------------------------------------------------------------------------
 
 extern "C" cublasStatus_t cublasCreate_v2(cublasHandle_t *handle) {
     BlasCall call("cublasCreate");
@@ -306,7 +308,7 @@ extern "C" cublasStatus_t cublasGemmEx(cublasHandle_t handle, cublasOperation_t 
     return error ? CUBLAS_STATUS_EXECUTION_FAILED : CUBLAS_STATUS_SUCCESS;
 }
 
-// ---- texts ---------------------------------------------------------------------------------------
+// ---- texts --------------------------------------------------------------------------------------
 
 namespace {
 

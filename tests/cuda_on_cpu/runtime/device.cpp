@@ -55,7 +55,7 @@ static size_t &shared_bytes_allowed(const void *function) {
     return shared_allowances.back().bytes;
 }
 
-// ---- launching -----------------------------------------------------------------------------------
+// ---- launching ----------------------------------------------------------------------------------
 
 static cudaError_t check_launch(const Kernel &kernel) {
     const dim3 grid = kernel.grid;
@@ -66,7 +66,8 @@ static cudaError_t check_launch(const Kernel &kernel) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaErrorInvalidConfiguration;
     if (grid.x > MAX_GRID_X || grid.y > MAX_GRID_YZ || grid.z > MAX_GRID_YZ)
         return cudaErrorInvalidConfiguration;
-    return kernel.shared_bytes <= shared_bytes_allowed(kernel.function) ? cudaSuccess : cudaErrorInvalidValue;
+    return kernel.shared_bytes <= shared_bytes_allowed(kernel.function) ? cudaSuccess
+                                                                        : cudaErrorInvalidValue;
 }
 
 static void run_or_fault(const Kernel &kernel) {
@@ -101,7 +102,7 @@ cudaError_t enqueue_kernel(const Kernel &kernel, size_t arguments_bytes,
 
 using namespace cuda_on_cpu;
 
-// ---- the API: kernels ----------------------------------------------------------------------------
+// ---- the API: kernels ---------------------------------------------------------------------------
 
 extern "C" cudaError_t cudaFuncSetAttribute(const void *function, cudaFuncAttribute attribute,
                                             int value) {
@@ -133,7 +134,7 @@ extern "C" cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, con
     return cudaSuccess;
 }
 
-// ---- the API: devices ----------------------------------------------------------------------------
+// ---- the API: devices ---------------------------------------------------------------------------
 
 extern "C" cudaError_t cudaGetDeviceCount(int *count) {
     Call call("cudaGetDeviceCount");

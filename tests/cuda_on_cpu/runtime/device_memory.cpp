@@ -16,7 +16,7 @@ int access_depth;
 
 } // namespace
 
-// ---- access --------------------------------------------------------------------------------------
+// ---- access -------------------------------------------------------------------------------------
 
 static void set_access(const Allocation &allocation, bool allowed) {
     if (allocation.space != Space::device || !settings().guard) return;
@@ -39,13 +39,15 @@ DeviceAccess::~DeviceAccess() {
     for (const Allocation &allocation : allocations) set_access(allocation, false);
 }
 
-// ---- allocations ---------------------------------------------------------------------------------
+// ---- allocations --------------------------------------------------------------------------------
 
 // The first allocation that begins beyond the address.
 static std::vector<Allocation>::iterator first_beyond(const void *address) {
-    return std::upper_bound(
-        allocations.begin(), allocations.end(), static_cast<const char *>(address),
-        [](const char *at, const Allocation &allocation) { return at < allocation.memory; });
+    return std::upper_bound(allocations.begin(), allocations.end(),
+                            static_cast<const char *>(address),
+                            [](const char *at, const Allocation &allocation) {
+                                return at < allocation.memory;
+                            });
 }
 
 const Allocation *find_allocation(const void *address) {
@@ -136,7 +138,7 @@ void free_all_allocations(int device) {
     }
 }
 
-// ---- copies --------------------------------------------------------------------------------------
+// ---- copies -------------------------------------------------------------------------------------
 
 // Where the bytes lie; false if they run over the end of an allocation.
 static bool find_space(const void *address, size_t bytes, Space *space) {

@@ -45,7 +45,7 @@ CUDA_ON_CPU_UNCHECKED static Fiber *&pool_of(unsigned thread) {
     return free_fibers[CUDA_ON_CPU_TSAN ? thread : 0];
 }
 
-// ---- the switch ----------------------------------------------------------------------------------
+// ---- the switch ---------------------------------------------------------------------------------
 
 #ifdef CUDA_ON_CPU_UCONTEXT
 
@@ -132,15 +132,12 @@ static void arrived_on(Fiber *fiber) {
 CUDA_ON_CPU_UNCHECKED static void leave_for(Fiber *, const Fiber *to) {
     __tsan_switch_to_fiber(to->tsan_fiber, 1);
 }
-CUDA_ON_CPU_UNCHECKED static void arrived_on(Fiber *) {
-}
+CUDA_ON_CPU_UNCHECKED static void arrived_on(Fiber *) {}
 
 #else
 
-static void leave_for(Fiber *, const Fiber *) {
-}
-static void arrived_on(Fiber *) {
-}
+static void leave_for(Fiber *, const Fiber *) {}
+static void arrived_on(Fiber *) {}
 
 #endif
 
@@ -154,7 +151,7 @@ CUDA_ON_CPU_UNCHECKED Place host_place() {
     return {&host_fiber, &host_stack_pointer};
 }
 
-// ---- the pool ------------------------------------------------------------------------------------
+// ---- the pool -----------------------------------------------------------------------------------
 
 CUDA_ON_CPU_UNCHECKED static void fiber_entry() {
     arrived_on(current_warp->fibers[current_lane]);

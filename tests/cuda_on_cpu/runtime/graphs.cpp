@@ -11,7 +11,7 @@ Registry<CUgraphExec_st> executables;
 
 } // namespace
 
-// ---- capturing -----------------------------------------------------------------------------------
+// ---- capturing ----------------------------------------------------------------------------------
 
 bool is_capturing(cudaStream_t handle) {
     const CUstream_st *stream = find_stream(handle);
@@ -92,7 +92,7 @@ static void leave_capture(const std::shared_ptr<Capture> &capture) {
     capture->origin = nullptr;
 }
 
-// ---- running -------------------------------------------------------------------------------------
+// ---- running ------------------------------------------------------------------------------------
 
 static void run_nodes(const std::vector<Node> &nodes) {
     std::vector<char> done(nodes.size());
@@ -113,7 +113,7 @@ static void run_nodes(const std::vector<Node> &nodes) {
 
 using namespace cuda_on_cpu;
 
-// ---- the API -------------------------------------------------------------------------------------
+// ---- the API ------------------------------------------------------------------------------------
 
 extern "C" cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mode) {
     Call call("cudaStreamBeginCapture");

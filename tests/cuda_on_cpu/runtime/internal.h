@@ -43,7 +43,7 @@ template <class T> struct Registry {
     }
 };
 
-// ---- settings.cpp: the environment, read once ----------------------------------------------------
+// ---- settings.cpp: the environment, read once ---------------------------------------------------
 
 enum { MAX_DEVICES = 8 };
 
@@ -65,7 +65,7 @@ struct Settings {
 Settings &settings();
 bool known_arch(int arch);
 
-// ---- fibers.cpp ----------------------------------------------------------------------------------
+// ---- fibers.cpp ---------------------------------------------------------------------------------
 
 // Where a fiber waits: the stack pointer is kept apart, with those of the other lanes of a warp.
 struct Place {
@@ -81,7 +81,7 @@ Place give_fiber_back(Warp &warp, unsigned lane);
 bool inherit_fiber(const Warp &from, unsigned from_lane, Warp &to, unsigned to_lane);
 bool below_a_stack(const Fiber *fiber, const void *address);
 
-// ---- scheduler.cpp -------------------------------------------------------------------------------
+// ---- scheduler.cpp ------------------------------------------------------------------------------
 
 // What a fiber does all its life: run `current`, then other threads.
 [[noreturn]] void work_on_fiber();
@@ -92,20 +92,21 @@ unsigned random_below(unsigned bound);
 
 const Kernel *running_kernel();
 
-// ---- shared_memory.cpp ---------------------------------------------------------------------------
+// ---- shared_memory.cpp --------------------------------------------------------------------------
 
 // A block can have 48 KB of it, or up to this after cudaFuncSetAttribute (on sm_90).
 enum { DEFAULT_SHARED_BYTES = 48 << 10, MAX_SHARED_BYTES = 227 << 10 };
 
 void prepare_shared_memory(size_t dynamic_bytes);
+void leave_shared_memory();
 void poison_shared_memory(size_t dynamic_bytes);
 bool beyond_shared_memory(const void *address);
 
-// ---- fault.cpp -----------------------------------------------------------------------------------
+// ---- fault.cpp ----------------------------------------------------------------------------------
 
 void catch_faults();
 
-// ---- device_memory.cpp ---------------------------------------------------------------------------
+// ---- device_memory.cpp --------------------------------------------------------------------------
 
 // While one lives, device memory may be touched: the device works.
 struct DeviceAccess {
@@ -120,7 +121,7 @@ struct Allocation {
     size_t bytes;
     Space space;
     int device;
-    char *mapping;        // with the page that guards its end; null if from the heap
+    char *mapping; // with the page that guards its end; null if from the heap
     size_t mapping_bytes;
 };
 
@@ -129,7 +130,7 @@ const Allocation *find_allocation(const void *address);
 const Allocation *find_allocation_before(const void *address);
 void free_all_allocations(int device);
 
-// ---- streams.cpp ---------------------------------------------------------------------------------
+// ---- streams.cpp --------------------------------------------------------------------------------
 
 // Queues an operation; it runs when the host waits for something.
 cudaError_t submit(cudaStream_t stream, std::function<void()> run);
@@ -137,14 +138,14 @@ cudaError_t submit(cudaStream_t stream, std::function<void()> run);
 void drain_device(int device);
 void drain_stream(cudaStream_t stream);
 
-// ---- graphs.cpp ----------------------------------------------------------------------------------
+// ---- graphs.cpp ---------------------------------------------------------------------------------
 
 bool is_capturing(cudaStream_t stream);
 // Whether a capture forbids calls that can't be recorded, such as cudaMalloc.
 bool capture_forbids_calls();
 void invalidate_captures();
 
-// ---- calls.cpp: what all functions of the API have in common -------------------------------------
+// ---- calls.cpp: what all functions of the API have in common ------------------------------------
 
 struct Counters {
     cuda_on_cpu_counters values;

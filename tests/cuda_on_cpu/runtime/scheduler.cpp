@@ -56,7 +56,7 @@ const Kernel *running_kernel() {
     return kernel_now;
 }
 
-// ---- choosing ------------------------------------------------------------------------------------
+// ---- choosing -----------------------------------------------------------------------------------
 
 static uint64_t random_state;
 
@@ -115,20 +115,21 @@ CUDA_ON_CPU_UNCHECKED static Place place_of_current() {
 [[noreturn]] static void report_deadlock() {
     for (unsigned i = 0; i < block.num_warps; i++) {
         const Warp &warp = block.warps[i];
-        for (unsigned lane = 0; lane < WARP_SIZE; lane++) {
-            if (!(warp.exists >> lane & 1) || warp.waits_for[lane] == Operation::none) continue;
-            char what[128];
-            snprintf(what, sizeof what, "deadlock: a lane waits in %s for lanes that never come",
-                     operation_name(warp.waits_for[lane]));
-            fault_in(warp, lane, what, warp.where[lane]);
-        }
+        if (!warp.num_meetings) continue;
+        const Meeting &meeting = warp.meetings[0];
+        char what[128];
+        snprintf(what, sizeof what, "deadlock: a lane waits in %s for lanes that never come",
+                 operation_name(meeting.operation));
+        fault_in(warp, static_cast<unsigned>(__builtin_ctz(meeting.arrived)), what, meeting.where);
     }
     fault("deadlock: threads wait in __syncthreads", block.barrier_where);
 }
 
-// ---- waiting -------------------------------------------------------------------------------------
+// ---- waiting ------------------------------------------------------------------------------------
 
-CUDA_ON_CPU_UNCHECKED bool suspend() {
+// Lets others run until this lane may go on; true if it must complete its meeting, as the last lane
+// that it waited for has returned.
+CUDA_ON_CPU_UNCHECKED static inline bool suspend() {
     const uint3 index = threadIdx;
     Warp &warp = *current_warp;
     const unsigned lane = current_lane;
@@ -153,7 +154,7 @@ CUDA_ON_CPU_UNCHECKED static Meeting &find_meeting(Warp &warp, unsigned mask, Op
         return meeting;
     }
     Meeting &meeting = warp.meetings[warp.num_meetings++];
-    meeting = {mask, 0, operation};
+    meeting = {mask, 0, operation, where};
     return meeting;
 }
 
@@ -161,14 +162,7 @@ CUDA_ON_CPU_UNCHECKED static void close_meeting(Warp &warp, Meeting &meeting) {
     meeting = warp.meetings[--warp.num_meetings];
 }
 
-CUDA_ON_CPU_UNCHECKED static void lane_waits(Operation operation, Where where) {
-    Warp &warp = *current_warp;
-    warp.runnable &= ~(1u << current_lane);
-    warp.where[current_lane] = where;
-    warp.waits_for[current_lane] = operation;
-}
-
-CUDA_ON_CPU_UNCHECKED bool arrive(unsigned mask, Operation operation, Where where) {
+CUDA_ON_CPU_UNCHECKED bool meet_lanes(unsigned mask, Operation operation, Where where) {
     Warp &warp = *current_warp;
     const unsigned bit = 1u << current_lane;
     if (!(mask & bit)) fault("a lane outside the mask that it gives", where);
@@ -178,8 +172,8 @@ CUDA_ON_CPU_UNCHECKED bool arrive(unsigned mask, Operation operation, Where wher
         close_meeting(warp, meeting);
         return true;
     }
-    lane_waits(operation, where);
-    return false;
+    warp.runnable &= ~bit;
+    return suspend();
 }
 
 CUDA_ON_CPU_UNCHECKED static void release_barrier() {
@@ -198,14 +192,14 @@ CUDA_ON_CPU_UNCHECKED int sync_block(bool predicate, Where where) {
     block.barrier_where = where;
     block.predicates += predicate;
     order_release(&block.at_barrier);
-    lane_waits(Operation::none, where);
+    current_warp->runnable &= ~(1u << current_lane);
     if (++block.at_barrier == block.num_threads) release_barrier();
     suspend();
     order_acquire(&block.at_barrier);
     return block.barrier_result;
 }
 
-// ---- a thread's life -----------------------------------------------------------------------------
+// ---- a thread's life ----------------------------------------------------------------------------
 
 // A lane that returns may be the one that others waited for.
 CUDA_ON_CPU_UNCHECKED static void complete_without(Warp &warp) {
@@ -260,7 +254,7 @@ CUDA_ON_CPU_UNCHECKED void work_on_fiber() {
     }
 }
 
-// ---- a grid's life -------------------------------------------------------------------------------
+// ---- a grid's life ------------------------------------------------------------------------------
 
 // Once for each launch: what all blocks have in common.
 static void prepare_block(const Kernel &launched) {
@@ -327,6 +321,7 @@ void run_kernel(const Kernel &launched) {
         poison_shared_memory(launched.shared_bytes);
         run_block();
     }
+    leave_shared_memory();
     kernel_now = nullptr;
 }
 

@@ -48,8 +48,8 @@ static Settings read_settings() {
     s.arch = static_cast<int>(number("CUDA_ON_CPU_ARCH", 80));
     s.devices = static_cast<int>(number("CUDA_ON_CPU_DEVICES", 1));
     s.old_driver = choice("CUDA_ON_CPU_DRIVER", "new", "old", nullptr) == 1;
-    s.kernel_error = kernel_errors[choice("CUDA_ON_CPU_KERNELS", "present", "wrong_architecture",
-                                          "missing")];
+    s.kernel_error =
+        kernel_errors[choice("CUDA_ON_CPU_KERNELS", "present", "wrong_architecture", "missing")];
     if (!known_arch(s.arch))
         bad_setting("CUDA_ON_CPU_ARCH", getenv("CUDA_ON_CPU_ARCH"), "70, 75, 80, 86, 89 or 90");
     if (s.devices < 0 || s.devices > MAX_DEVICES)

@@ -1,11 +1,11 @@
 // Shared memory: one block runs at a time, so all blocks use the same bytes. They are filled with
 // 0xff before each, which is NaN in every floating-point format: a value read before it was written
 // spoils what it touches.
+#include <link.h>
 #include <sys/mman.h>
 #include "internal.h"
 
-// The ends of the section that __shared__ variables lie in; null where there are none (and under
-// AddressSanitizer, which checks the variables of its own choice of sections only).
+// The ends of the section that __shared__ variables lie in if clang compiled them; else null.
 extern "C" {
 extern char __start_cuda_on_cpu_shared[] __attribute__((weak));
 extern char __stop_cuda_on_cpu_shared[] __attribute__((weak));
@@ -24,8 +24,13 @@ const size_t SHARED_ALIGNMENT = 128;
 unsigned char *arena;
 const size_t ARENA_BYTES = (MAX_SHARED_BYTES + PAGE - 1) / PAGE * PAGE;
 
-// The part of the __shared__ variables that the first block of this launch wrote: what the others
-// need to find poisoned.
+// Where __shared__ variables are: in their section or among the program's thread-local variables.
+// The latter are not all ours, so they are saved for the time of a launch: no device code and
+// nothing of the runtime that runs meanwhile has any.
+char *shared_begin, *shared_end;
+std::vector<char> saved;
+
+// The part of them that the first block of this launch wrote: what the others must find poisoned.
 char *touched_begin, *touched_end;
 int blocks_begun;
 
@@ -44,8 +49,37 @@ bool beyond_shared_memory(const void *address) {
     return arena && at >= arena + ARENA_BYTES && at < arena + ARENA_BYTES + PAGE;
 }
 
+// The program itself is asked first. If it is alone it is linked statically, and the thread-local
+// variables are the C library's too: better not to touch them.
+static int find_thread_locals(dl_phdr_info *info, size_t, void *objects) {
+    if (++*static_cast<int *>(objects) > 1) return 1;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        if (info->dlpi_phdr[i].p_type != PT_TLS) continue;
+        shared_begin = static_cast<char *>(info->dlpi_tls_data);
+        shared_end = shared_begin + info->dlpi_phdr[i].p_memsz;
+    }
+    return 0;
+}
+
+static void find_shared_variables() {
+    int objects = 0;
+    shared_begin = __start_cuda_on_cpu_shared;
+    shared_end = __stop_cuda_on_cpu_shared;
+    const bool elsewhere = CUDA_ON_CPU_ASAN || CUDA_ON_CPU_TSAN || CUDA_ON_CPU_MSAN;
+    if (shared_begin || elsewhere) return;
+    dl_iterate_phdr(find_thread_locals, &objects);
+    if (objects == 1) shared_begin = shared_end = nullptr;
+    saved.assign(shared_begin, shared_end);
+}
+
+void leave_shared_memory() {
+    if (!saved.empty()) memcpy(shared_begin, saved.data(), saved.size());
+    saved.clear();
+}
+
 void prepare_shared_memory(size_t dynamic_bytes) {
     if (!arena) make_arena();
+    find_shared_variables();
     dynamic_shared = arena + ARENA_BYTES - round_up(dynamic_bytes, SHARED_ALIGNMENT);
 #if CUDA_ON_CPU_ASAN
     dynamic_shared = arena; // AddressSanitizer's own guard follows, exact to the byte
@@ -67,8 +101,8 @@ static bool is_poison(const char *at) {
 }
 
 static void touch_all() {
-    touched_begin = __start_cuda_on_cpu_shared;
-    touched_end = __stop_cuda_on_cpu_shared;
+    touched_begin = shared_begin;
+    touched_end = shared_end;
 }
 
 // After the first block: what it left other than poisoned. MemorySanitizer would report the look.

@@ -37,16 +37,16 @@ struct CUstream_st {
     bool blocking;  // in order with the NULL stream
     bool destroyed; // by the program; it lives until its work is done
     std::deque<std::shared_ptr<cuda_on_cpu::Work>> queue;
-    std::shared_ptr<cuda_on_cpu::Work> last;     // submitted, done or not
+    std::shared_ptr<cuda_on_cpu::Work> last;       // submitted, done or not
     std::shared_ptr<cuda_on_cpu::Capture> capture; // null: operations go to the queue
-    std::vector<int> tail;                       // the nodes that the next one comes after
+    std::vector<int> tail;                         // the nodes that the next one comes after
 };
 
 struct CUevent_st {
     unsigned flags;
-    std::shared_ptr<cuda_on_cpu::Work> work; // null: never recorded
+    std::shared_ptr<cuda_on_cpu::Work> work;       // null: never recorded
     std::shared_ptr<cuda_on_cpu::Capture> capture; // recorded while capturing
-    std::vector<int> nodes;                      // that it stands behind then
+    std::vector<int> nodes;                        // that it stands behind then
 };
 
 struct CUgraph_st {

@@ -23,7 +23,7 @@ enum class Manner { mixed, late, early };
 
 } // namespace
 
-// ---- streams -------------------------------------------------------------------------------------
+// ---- streams ------------------------------------------------------------------------------------
 
 static CUstream_st *add_stream(bool blocking) {
     CUstream_st *stream = new CUstream_st();
@@ -55,7 +55,7 @@ bool event_exists(cudaEvent_t event) {
     return events.has(event);
 }
 
-// ---- running -------------------------------------------------------------------------------------
+// ---- running ------------------------------------------------------------------------------------
 
 static double milliseconds() {
     using namespace std::chrono;
@@ -151,7 +151,7 @@ void drain_device(int device) {
     forget_streams_that_are_over();
 }
 
-// ---- submitting ----------------------------------------------------------------------------------
+// ---- submitting ---------------------------------------------------------------------------------
 
 // The NULL stream waits for all blocking streams of its device, and they for it.
 static void order_with_legacy(CUstream_st &stream, Work &work) {
@@ -200,7 +200,7 @@ cudaError_t submit(cudaStream_t handle, std::function<void()> run) {
 
 using namespace cuda_on_cpu;
 
-// ---- the API: streams ----------------------------------------------------------------------------
+// ---- the API: streams ---------------------------------------------------------------------------
 
 static cudaError_t create_stream(Call &call, cudaStream_t *stream, unsigned flags) {
     if (!stream || flags > cudaStreamNonBlocking) return call.done(cudaErrorInvalidValue);
@@ -269,7 +269,7 @@ extern "C" cudaError_t cudaDeviceSynchronize() {
     return call.done(device_fault());
 }
 
-// ---- the API: events -----------------------------------------------------------------------------
+// ---- the API: events ----------------------------------------------------------------------------
 
 static cudaError_t create_event(Call &call, cudaEvent_t *event, unsigned flags) {
     const unsigned known = cudaEventBlockingSync | cudaEventDisableTiming | cudaEventInterprocess;
@@ -352,7 +352,7 @@ extern "C" cudaError_t cudaEventQuery(cudaEvent_t event) {
 extern "C" cudaError_t cudaEventElapsedTime(float *elapsed, cudaEvent_t start, cudaEvent_t end) {
     Call call("cudaEventElapsedTime");
     if (call.refused()) return call.refusal();
-    if (!elapsed || !event_exists(start) || !event_exists(end)) 
+    if (!elapsed || !event_exists(start) || !event_exists(end))
         return call.done(cudaErrorInvalidResourceHandle);
     if ((start->flags | end->flags) & cudaEventDisableTiming || !start->work || !end->work)
         return call.done(cudaErrorInvalidResourceHandle);
