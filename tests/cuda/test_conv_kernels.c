@@ -78,8 +78,10 @@ static int has_kernels(mpt_dtype dtype) {
     return major >= 8 && newest >= 80;
 }
 
-static void need_kernels(mpt_dtype dtype) {
-    if (!has_kernels(dtype)) SKIP("BF16 needs a GPU and code of sm_80 or later");
+static void need_kernels(conv_test *c, mpt_dtype dtype) { /* or closes the test, and skips it */
+    if (has_kernels(dtype)) return;
+    conv_test_close(c);
+    SKIP("BF16 needs a GPU and code of sm_80 or later");
 }
 
 /* ---- one convolution ------------------------------------------------------------------------- */
@@ -312,7 +314,7 @@ static void check_shapes(mpt_dtype dtype) {
     conv_test c;
     int i;
     c = conv_test_open();
-    need_kernels(dtype);
+    need_kernels(&c, dtype);
     for (i = 0; i < NUM_SHAPES; i++) {
         check_shape(&c, &shapes[i], dtype, shapes[i].n);
         if (shapes[i].n > 1) check_shape(&c, &shapes[i], dtype, shapes[i].n - 1);
@@ -376,7 +378,7 @@ static void check_tiles(mpt_dtype dtype) {
     int reached[NUM_TILES] = {0}, i;
     conv_test c;
     c = conv_test_open();
-    need_kernels(dtype);
+    need_kernels(&c, dtype);
     for (i = 0; i < NUM_SHAPES; i++) reach(&shapes[i], reached); /* tested above */
     for (i = 0; i < NUM_TILE_SHAPES; i++) {
         reach(&tile_shapes[i], reached);
