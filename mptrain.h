@@ -11544,7 +11544,8 @@ static void mpti_cuda_close(void *self) {
     mpti_free(&c->ctx->desc.allocator, c, sizeof *c);
 }
 
-/* A driver that is too old, no device, and a device number too high are different advice. */
+/* A driver that is too old, no device, and a device number too high are different advice. Where no
+   driver is at all, its version is 0, and the runtime calls that too old as well. */
 static mpt_result mpti_cuda_find(mpti_cuda *c) {
     int count = 0, driver = 0, runtime = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
@@ -11552,12 +11553,13 @@ static mpt_result mpti_cuda_find(mpti_cuda *c) {
     (void)cudaDriverGetVersion(&driver);
     (void)cudaRuntimeGetVersion(&runtime);
     (void)cudaGetLastError(); /* told below */
-    if (error == cudaErrorInsufficientDriver)
+    if (error == cudaErrorInsufficientDriver && driver > 0)
         return MPTI_REPORT(c->ctx, MPT_ERR_DEVICE,
                            "the NVIDIA driver knows CUDA %d.%d, this program needs %d.%d: update "
                            "the driver, or build with an older CUDA toolkit",
                            driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
-    if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0))
+    if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver ||
+        (error == cudaSuccess && count == 0))
         return MPTI_REPORT(c->ctx, MPT_ERR_DEVICE,
                            "no CUDA device: is there an NVIDIA GPU, and does CUDA_VISIBLE_DEVICES "
                            "leave it visible? The CPU backend needs none");
