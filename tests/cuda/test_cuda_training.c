@@ -45,9 +45,9 @@ static void train(rig *r, const pictures *p, int batch, int steps, mpt_step_repo
     reports[s.step - 1] = s;
 }
 
-/* What rounding alone does to losses: 16-bit storage on the CPU against FP32 there. Another order of
-   roundings may be as far off on the other side, and no loss is known better than two roundings of
-   a number near 2.3. FP32 sums differ in their order only. */
+/* What rounding alone does to losses: 16-bit storage on the CPU against FP32 there. Another order
+   of roundings may be as far off on the other side, and no loss is known better than two roundings
+   of a number near 2.3. FP32 sums differ in their order only. */
 static double rounding_of(const rig_desc *d, const pictures *p, const mpt_step_report *cpu,
                           int steps) {
     mpt_step_report exact[MAX_STEPS];
@@ -693,9 +693,9 @@ MPT_TEST(a_device_that_is_too_small_names_what_did_not_fit) {
     rig_close(&r);
 }
 
-/* 1: the n-th call of a function failed while a trainer was made or trained, and all was given back;
-   0: it is called less often. Calls that give something back are left out: where they fail, it
-   stays. */
+/* 1: the n-th call of a function failed while a trainer was made or trained, and all was given
+   back; 0: it is called less often. Calls that give something back are left out: where they fail,
+   it stays. */
 static int fails_well(const rig_desc *d, const pictures *p, const char *function, int n) {
     mpt_batch b = pictures_batch(p, 0, 4);
     mpt_ctx_desc cd;

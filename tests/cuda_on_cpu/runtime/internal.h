@@ -161,7 +161,7 @@ int current_device();
 // One call of the API: takes the lock, says whether the call may go on, and keeps its error.
 class Call {
   public:
-    enum Kind { // bits
+    enum Kind {           // bits
         plain = 0,        // allowed whenever there is a device
         no_device = 1,    // allowed without one
         not_captured = 2, // waits or allocates: an error while a stream is captured
