@@ -1,6 +1,7 @@
 // The runtime, as one unit to compile: the executor of device code, the CUDA runtime API, cuBLAS.
 #include "runtime/settings.cpp"
 #include "runtime/calls.cpp"
+#include "runtime/symbols.cpp"
 #include "runtime/fault.cpp"
 #include "runtime/fibers.cpp"
 #include "runtime/scheduler.cpp"

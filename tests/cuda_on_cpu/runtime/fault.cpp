@@ -1,5 +1,7 @@
 // Faults: one line that says what happened where, then abort, so that a debugger stops there.
 #include <signal.h>
+#include <stdarg.h>
+#include <ucontext.h>
 #include "internal.h"
 
 namespace cuda_on_cpu {
@@ -21,29 +23,49 @@ static const char *file_name(const char *path) {
     return slash ? slash + 1 : path;
 }
 
-static void print_fault(const Thread *thread, const char *what, const Where *where) {
-    char line[512];
-    int length = snprintf(line, sizeof line, "cuda_on_cpu: %s", what);
-    const int room = static_cast<int>(sizeof line);
-    if (running_kernel() && thread)
-        length += snprintf(line + length, static_cast<size_t>(room - length),
-                           ": kernel %s, block (%u,%u,%u), thread (%u,%u,%u)",
-                           running_kernel()->name, blockIdx.x, blockIdx.y, blockIdx.z,
-                           thread->index.x, thread->index.y, thread->index.z);
-    if (where && length < room)
-        snprintf(line + length, static_cast<size_t>(room - length), ", %s:%d",
-                 file_name(where->file), where->line);
-    fprintf(stderr, "%s\n", line);
+// One line from several writes, which a test may print beside.
+struct Line {
+    char text[1024];
+    int length;
+
+    __attribute__((format(printf, 2, 3))) void add(const char *format, ...) {
+        const size_t room = sizeof text - static_cast<size_t>(length);
+        va_list arguments;
+        va_start(arguments, format);
+        const int wanted = vsnprintf(text + length, room, format, arguments);
+        va_end(arguments);
+        length += std::min(wanted, static_cast<int>(room) - 1);
+    }
+};
+
+static void add_kernel(Line &line, const Thread &thread) {
+    const Kernel &kernel = *running_kernel();
+    char name[400];
+    const bool found = name_of_function(kernel.function, name, sizeof name);
+    line.add(": kernel %s, block (%u,%u,%u), thread (%u,%u,%u)", found ? name : kernel.name,
+             blockIdx.x, blockIdx.y, blockIdx.z, thread.index.x, thread.index.y, thread.index.z);
+}
+
+// `where` or, for faults that the processor finds, `code`: the address of the instruction.
+static void print_fault(const Thread *thread, const char *what, const Where *where,
+                        const void *code) {
+    Line line = {};
+    char name[400];
+    line.add("cuda_on_cpu: %s", what);
+    if (thread && running_kernel()) add_kernel(line, *thread);
+    if (where) line.add(", %s:%d", file_name(where->file), where->line);
+    if (code && name_of_function(code, name, sizeof name)) line.add(", in %s", name);
+    fprintf(stderr, "%s\n", line.text);
     fflush(stderr);
 }
 
 void fault_in(const Warp &warp, unsigned lane, const char *what, Where where) {
-    print_fault(&warp.threads[lane], what, &where);
+    print_fault(&warp.threads[lane], what, &where, nullptr);
     abort();
 }
 
 void fault(const char *what, Where where) {
-    print_fault(current, what, &where);
+    print_fault(current, what, &where, nullptr);
     abort();
 }
 
@@ -69,12 +91,22 @@ static void describe_address(const void *address, char *what, size_t bytes) {
     else snprintf(what, bytes, "an access to address %p, which is no memory", address);
 }
 
+static const void *code_address(const void *context) {
+#ifdef __x86_64__
+    const ucontext_t *state = static_cast<const ucontext_t *>(context);
+    return reinterpret_cast<const void *>(state->uc_mcontext.gregs[REG_RIP]);
+#else
+    (void)context;
+    return nullptr;
+#endif
+}
+
 // The line of the program is not known here: a debugger shows it.
-static void on_signal(int, siginfo_t *info, void *) {
+static void on_signal(int, siginfo_t *info, void *context) {
     char what[160] = "a misaligned vector access, or a wild pointer";
     // For those the processor gives no address.
     if (info->si_code != SI_KERNEL) describe_address(info->si_addr, what, sizeof what);
-    print_fault(current, what, nullptr);
+    print_fault(current, what, nullptr, code_address(context));
     abort();
 }
 
