@@ -102,7 +102,7 @@ void leave_shared_memory();
 void poison_shared_memory(size_t dynamic_bytes);
 bool beyond_shared_memory(const void *address);
 
-// ---- symbols.cpp ---------------------------------------------------------------------------------
+// ---- symbols.cpp --------------------------------------------------------------------------------
 
 // False if the program has no symbol for the address.
 bool name_of_function(const void *address, char *name, size_t bytes);
