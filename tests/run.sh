@@ -136,6 +136,8 @@ run_mode() {
     [ "$1" = quick ] || return
     part "$out/docs" tests/docs.sh
     part "$out/compile" tests/compile/matrix.sh
+    # shellcheck disable=SC2046
+    part "$out/runner" tests/cuda_on_cpu/check_runner.sh $([ -n "${MPT_TEST_FULL:-}" ] || echo plain)
     [ -z "${MPT_TEST_FULL:-}" ] || part "$out/demo" tests/demo.sh
 }
 
