@@ -136,8 +136,9 @@ run_mode() {
     [ "$1" = quick ] || return
     part "$out/docs" tests/docs.sh
     part "$out/compile" tests/compile/matrix.sh
-    # shellcheck disable=SC2046
-    part "$out/runner" tests/cuda_on_cpu/check_runner.sh $([ -n "${MPT_TEST_FULL:-}" ] || echo plain)
+    # In quick no sanitizers: they are continuous integration's matter.
+    # shellcheck disable=SC2086
+    part "$out/runner" tests/cuda_on_cpu/check_runner.sh ${MPT_TEST_FULL:+asan tsan msan} plain
     [ -z "${MPT_TEST_FULL:-}" ] || part "$out/demo" tests/demo.sh
 }
 

@@ -94,6 +94,16 @@ check_no_device() {
     done
 }
 
+check_speed() {
+    # shellcheck disable=SC2086
+    if ${CXX:-g++} $flags -O1 -include $here/device.h $here/test_speed.cpp "$work/runtime.plain.o" \
+        -o "$work/test_speed" >"$work/said" 2>&1 && limit "$work/test_speed" >"$work/said"; then
+        echo "ok runner: test_speed computes what it should"
+    else
+        echo "FAIL runner: test_speed: $(grep -m 1 -E 'error|WRONG' "$work/said")"
+    fi
+}
+
 # orders BUILD: the environments in which bugs are looked for. Three seeds in a row have the three
 # manners in which streams run.
 orders() {
@@ -157,7 +167,7 @@ check_build() {
     fi
     echo "ok runner: $1 builds with $compiler"
     check_tests "$1"
-    [ "$1" = plain ] && check_no_device
+    [ "$1" != plain ] || { check_no_device && check_speed; }
     check_bugs "$1"
 }
 

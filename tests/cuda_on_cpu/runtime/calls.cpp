@@ -49,13 +49,14 @@ int ordered_failure(const char *function) {
 }
 
 static void start_runtime() {
-    seed_orders(settings().seed);
-    catch_faults();
+    static const bool started = (seed_orders(settings().seed), true);
+    static thread_local const bool started_here = (catch_faults(), true);
+    (void)started;
+    (void)started_here;
 }
 
 static cudaError_t reason_to_refuse(const char *name, int kind) {
-    static const bool started = (start_runtime(), true);
-    (void)started;
+    start_runtime();
     const int ordered = name ? ordered_failure(name) : 0;
     if (ordered) return static_cast<cudaError_t>(ordered);
     if (kind & Call::no_device) return cudaSuccess;
@@ -171,6 +172,7 @@ extern "C" const char *cudaGetErrorString(cudaError_t error) {
 }
 
 extern "C" cudaError_t cudaPeekAtLastError() {
+    std::lock_guard<std::recursive_mutex> lock(runtime_mutex());
     return fault_of_device ? fault_of_device : last_error;
 }
 

@@ -110,7 +110,8 @@ static void on_signal(int, siginfo_t *info, void *context) {
     abort();
 }
 
-// On a stack of its own: the fault may be that a fiber's stack is full.
+// For the calling thread. On a stack of its own, as the fault may be that a fiber's stack is full;
+// threads can share it, as only one at a time is the device.
 void catch_faults() {
     if (CUDA_ON_CPU_ASAN || CUDA_ON_CPU_MSAN) return; // they have better words for it
     static char handler_stack[64 << 10];
