@@ -11072,7 +11072,11 @@ static mpt_result mpti_cuda_record_end(void *self, void **recording) {
     cudaGraphExec_t exec = NULL;
     cudaError_t error = cudaStreamEndCapture(c->compute, &graph);
 
+#if CUDART_VERSION >= 12000
     if (error == cudaSuccess) error = cudaGraphInstantiate(&exec, graph, 0);
+#else /* where that name has five arguments */
+    if (error == cudaSuccess) error = cudaGraphInstantiateWithFlags(&exec, graph, 0);
+#endif
     if (graph) (void)cudaGraphDestroy(graph);
     *recording = (void *)exec;
     return mpti_cuda_result(c, (int)error, "recording a step as a CUDA graph");
