@@ -58,8 +58,8 @@
 /* -------------------------------------------------------------------------------------------------
  * >>tools   Vectors of 8, storage types, division by multiplication, reductions
  * -------------------------------------------------------------------------------------------------
- * Storage is float, half or __nv_bfloat16; arithmetic is float. Everything here is a function of the
- * namespace mptk, inlined into the kernels.
+ * Storage is float, half or __nv_bfloat16; arithmetic is float. Everything here is a function of
+ * the namespace mptk, inlined into the kernels.
  */
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -238,8 +238,8 @@ struct fastdiv {
 };
 
 MPTK_FN int quotient(int n, fastdiv f) {
-    return static_cast<int>((__umulhi(static_cast<unsigned>(n), f.mul) + static_cast<unsigned>(n)) >>
-                            f.shift);
+    const unsigned u = static_cast<unsigned>(n);
+    return static_cast<int>((__umulhi(u, f.mul) + u) >> f.shift);
 }
 
 MPTK_FN int quotient(int n, fastdiv f, int *remainder) {
@@ -334,13 +334,13 @@ template <int THREADS, class T> MPTK_FN T block_sum(T value, T *shared) {
  * hands out 16 rows of the sums by way of shared memory, so that nobody else must know which lane
  * holds what. The tiles:
  *
- *     problem               y (M x N) = a (M x depth) * b (depth x N), rounded to FP16 or BF16 at the end
+ *     problem               y (M x N) = a (M x depth) * b (depth x N), sums in FP32
  *
  *     CTA tile  BM x BN x BK          warps  WARPS_M x WARPS_N          one warp, 16 of the depth
  *              N                      +---------+---------+             WM / 16 fragments of a
  *         +--------+                  | w0      | w1      |             WN / 16 fragments of b
- *       M |        |  sums, in        | WM x WN |         |             (WM / 16) * (WN / 16) products
- *         |        |  registers       +---------+---------+             of 16 x 16 x 16
+ *       M |        |  sums, in        | WM x WN |         |             each of a times each of b
+ *         |        |  registers       +---------+---------+
  *         +--------+                  | w2      | w3      |
  *                                     +---------+---------+
  *     shared memory         a: BM rows of BK, depth contiguous;  TRANS: BK rows of BM, M contiguous
@@ -372,8 +372,8 @@ template <int N> MPTK_FN void mptk_cp_async_wait() { /* until at most N groups a
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/* Four 8x8 matrices of 16 bits; lanes 8i .. 8i+7 bring the addresses of the rows of matrix i. Lane l
-   gets elements 2 (l % 4) and the next of row l / 4 of each; trans: of column l / 4. */
+/* Four 8x8 matrices of 16 bits; lanes 8i .. 8i+7 bring the addresses of the rows of matrix i. Lane
+   l gets elements 2 (l % 4) and the next of row l / 4 of each; trans: of column l / 4. */
 MPTK_FN void mptk_ldmatrix_x4(unsigned r[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -404,8 +404,8 @@ MPTK_FN void mptk_mma_m16n8k16(float d[4], const unsigned a[4], const unsigned b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* Four products d (8x8) += a (8x4) * b (4x8) at once, one for each quad pair of lanes. Fast on sm_70
-   alone: later ones emulate it. */
+/* Four products d (8x8) += a (8x4) * b (4x8) at once, one for each quad pair of lanes. Fast on
+   sm_70 alone: later ones emulate it. */
 MPTK_FN void mptk_mma_m8n8k4(float d[8], const unsigned a[2], const unsigned b[2]) {
     asm("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 "
         "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9}, {%10,%11}, {%0,%1,%2,%3,%4,%5,%6,%7};"
@@ -456,8 +456,8 @@ template <int BM_, int BN_, int BK_, int WM_, int WN_, int CTAS_> struct tile {
 };
 
 /* ---- wmma: every architecture -------------------------------------------------------------------
-   Rows are padded against bank conflicts: by 8 elements where the depth is contiguous; where M or N
-   is, sm_70 reads by 8-byte loads, which are free of conflicts at 16, and sm_75 by ldmatrix, at 8. */
+   Rows are padded against bank conflicts: by 8 elements where the depth is contiguous. Where M or N
+   is, sm_70 reads by 8-byte loads, which have none with 16, and sm_75 by ldmatrix, with 8. */
 template <class T, class TILE, bool A_TRANS, bool B_TRANS, generation GEN> struct wmma_engine {
     static constexpr int PAD = 8, PAD_TRANS = GEN == VOLTA ? 16 : 8;
     static constexpr int LDA = A_TRANS ? TILE::BM + PAD_TRANS : TILE::BK + PAD;
@@ -472,7 +472,7 @@ template <class T, class TILE, bool A_TRANS, bool B_TRANS, generation GEN> struc
     nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>
         sums[TILE::FRAGMENTS_M][TILE::FRAGMENTS_N];
 
-    static_assert(LDA * sizeof(T) % 16 == 0 && LDB * sizeof(T) % 16 == 0, "wmma's leading dimension");
+    static_assert(LDA * sizeof(T) % 16 == 0 && LDB * sizeof(T) % 16 == 0, "leading dimension");
     static_assert(16 * LDA * sizeof(T) % 32 == 0 && A_ELEMENTS * sizeof(T) % 32 == 0,
                   "wmma's pointers");
 
@@ -535,8 +535,8 @@ template <class T, class TILE, bool A_TRANS, bool B_TRANS, generation GEN> struc
      row 2: c1 c0 c3 c2 | row 3: c1 c0 c3 c2         q & 1: rows 0-7 or 8-15 of a 16 x 16 block,
      row 8: c2 c3 c0 c1 | row 9: c2 c3 c0 c1         q >> 1: columns
 
-   a: a lane holds 4 of the depth of row (l & 3) + 4 (l >> 4), b of that column. Sum e of 8 is at row
-   (l & 1) + (e & 2) + 4 (l >> 4), column (e & 4) + (l & 2) + (e & 1). */
+   a: a lane holds 4 of the depth of row (l & 3) + 4 (l >> 4), b of that column. Sum e of 8 is at
+   row (l & 1) + (e & 2) + 4 (l >> 4), column (e & 4) + (l & 2) + (e & 1). */
 MPTK_CONSTEXPR int volta_swizzle(int row) { /* what to XOR a column with */
     return ((row >> 1 & 1) | (row >> 3 & 1) << 1) * 8;
 }
@@ -666,8 +666,8 @@ template <class T, class TILE, bool A_TRANS, bool B_TRANS> struct ampere_engine 
                 for (int e = 0; e < 8; e++) sums[i][j][e / 4][e % 4] = 0.0f;
     }
 
-    /* Rows m .. m+15, depth k .. k+15. Matrices in the order that mma wants: both halves of the rows,
-       then the second half of the depth. */
+    /* Rows m .. m+15, depth k .. k+15. Matrices in the order that mma wants: both halves of the
+       rows, then the second half of the depth. */
     static MPTK_METHOD void load_a(unsigned r[4], const T *a, int m, int k) {
         const int lane = threadIdx.x % WARP, low = lane & 7, mid = lane >> 3 & 1, high = lane >> 4;
         if (A_TRANS) mptk_ldmatrix_x4_trans(r, a + at_a(k + low + high * 8, m + mid * 8));
@@ -742,8 +742,8 @@ template <class T, class TILE, bool A_TRANS, bool B_TRANS, generation GEN> struc
  * >>mainloop   A product of two tiles that are fetched while the last is multiplied
  * -------------------------------------------------------------------------------------------------
  * A loader knows where the tiles of its problem come from: a(i) and b(i) tell the address of this
- * thread's i-th chunk of the next tile and whether there is anything, advance() goes on by one tile.
- * Two loops use it:
+ * thread's i-th chunk of the next tile and whether there is anything, advance() goes on by one
+ * tile. Two loops use it:
  *
  *   through registers (sm_70, 75)             with cp.async (sm_80 and later)
  *     fetch tile t+1 into registers             wait until tile t is in shared memory, barrier
@@ -844,8 +844,8 @@ template <class T, class LOADER, class ENGINE, int STAGES> struct async_pipeline
         loader.advance();
     }
 
-    /* A group of copies is ended for every step, an empty one behind the last tile: so that "all but
-       STAGES - 2 groups" always means this step's tile. */
+    /* A group of copies is ended for every step, an empty one behind the last tile: so that "all
+       but STAGES - 2 groups" always means this step's tile. */
     MPTK_METHOD void run(LOADER &loader, ENGINE &engine, T *smem, int steps) {
         int from = 0, to = STAGES - 1;
 #pragma unroll
@@ -918,8 +918,9 @@ MPTK_FN void write_strips(float *smem, const ENGINE &engine, WRITER &writer) {
  * No im2col buffer, no turned filters. Two products on tensor cores, each with a loader that finds
  * the chunks where they lie in memory:
  *
- *   gather   fprop and dgrad   rows: written pixels, columns: written channels, depth: taps x channels
- *   wgrad                      rows: k, columns: (r,s,c), depth: pixels
+ *                              rows             columns            depth
+ *   gather   fprop and dgrad   written pixels   written channels   taps x channels
+ *   wgrad                      k                (r,s,c)            pixels
  *
  * Both read 8 channels at once: channels that are no multiple of 8 are padded with zeros in the
  * workspace first. Padding around the image is zeros that are multiplied: where a weight is inf, a
@@ -938,28 +939,28 @@ constexpr generation GENERATION = generation_of(MPTK_ARCH);
        depth                          r*s taps x c                 taps of the phase x k
        a, row m, tap (i,j)            x[pixel(m) * stride          dy[pixel(m) + base - (i,j)]
                                         - padding + (i,j)]
-       b                              w[k][tap][c], c contiguous   w[k][tap][c], c contiguous: TRANS,
-                                                                   as filters lie; nothing is turned
+       b                              w[k][tap][c],                w[k][tap][c]: TRANS, as
+                                        c contiguous                 filters lie, nothing turned
 
      CTA tile 128 x 128 x 32    warps 2 x 2, 64 x 64 each    one warp, 16 of the depth
              n 128              +--------+--------+          a: 4 fragments of 16 x 16
          +-----------+          |   w0   |   w1   |          b: 4 fragments
-       m |           |          +--------+--------+          16 products, 16 x 16 sums = 128 registers
+       m |           |          +--------+--------+          16 products: 128 registers
       128|           |          |   w2   |   w3   |
          +-----------+          +--------+--------+
                                 a thread brings chunk t % 4 of rows t / 4 + 32 i: 4 of a, 4 of b
 
-     shared memory, one stage    wmma 2 x 128 rows x 40 elements = 20,480 bytes; without padding 16,384
+     shared memory, one stage    wmma 2 x 128 rows x 40 elements = 20,480 bytes; sm_80 16,384
      the epilogue                4 warps x 16 x 68 floats = 17,408 bytes, and 2,048 for statistics
 
    dgrad with a stride: pixel h = stride * h' + residue of dx meets only the filter rows with
    (h + padding - r) % stride == 0: of a 3x3 filter with stride 2 and padding 1, in its four phases,
-   2x2, 2x1, 1x2 and 1x1 taps, 9 in all, where a product over all taps would do 9 in each. Phases are
-   numbered by their first filter row and column, so those with most taps come first. A phase
+   2x2, 2x1, 1x2 and 1x1 taps, 9 in all, where a product over all taps would do 9 in each. Phases
+   are numbered by their first filter row and column, so those with most taps come first. A phase
    without taps (1x1, stride 2) writes its zeros.
 
-   A thread's rows never change, only tap and channel do. So each row keeps two registers: the offset
-   of its tap (0,0), and which taps are inside the image. */
+   A thread's rows never change, only tap and channel do. So each row keeps two registers: the
+   offset of its tap (0,0), and which taps are inside the image. */
 struct gather_args {
     const void *x;      /* (n,gh,gw,gc): x in fprop, dy in dgrad; gc a multiple of 8 */
     const void *w;      /* (k,r,s,wc), wc a multiple of 8 */
@@ -1002,9 +1003,9 @@ MPTK_FN unsigned taps_inside(int at, int step, int size, int count) {
     return high >= low ? (2u << high) - (1u << low) : 0u;
 }
 
-/* SMALLC: fewer channels than BK. Then a tile of the depth spans several taps, and each thread walks
-   through taps and channels by itself; otherwise a tile lies within one tap, and the last of a tap
-   has zeros behind the channels. */
+/* SMALLC: fewer channels than BK. Then a tile of the depth spans several taps, and each thread
+   walks through taps and channels by itself; otherwise a tile lies within one tap, and the last of
+   a tap has zeros behind the channels. */
 template <class T, class TILE, bool DGRAD, bool SMALLC> struct gather_loader {
     typedef chunks<TILE::THREADS, TILE::BM, TILE::BK> chunks_a;
     typedef chunks<TILE::THREADS, DGRAD ? TILE::BK : TILE::BN, DGRAD ? TILE::BN : TILE::BK>
@@ -1015,9 +1016,9 @@ template <class T, class TILE, bool DGRAD, bool SMALLC> struct gather_loader {
     const gather_args &g;
     const tap_range in_rows, in_columns;
     const int n0;
-    int i, j, channel;               /* tap and channel: of this thread if SMALLC, else of the CTA */
-    int depth;                       /* SMALLC: of the tile */
-    int offset[chunks_a::COUNT];     /* of tap (0,0), channel 0; may be outside */
+    int i, j, channel; /* tap and channel: of this thread if SMALLC, else of the CTA */
+    int depth;         /* SMALLC: of the tile */
+    int offset[chunks_a::COUNT];      /* of tap (0,0), channel 0; may be outside */
     unsigned inside[chunks_a::COUNT]; /* bits 0-15: row taps, 16-31: column taps */
 
     MPTK_METHOD gather_loader(const gather_args &args, tap_range of_rows, tap_range of_columns,
@@ -1106,8 +1107,8 @@ template <class T, class TILE, bool DGRAD, bool SMALLC> struct gather_loader {
 };
 
 /* Rounds, adds the bias, writes; STATS: and sums up what it wrote, rounded as batch normalization
-   will read it, less a pivot near the mean, without which the difference of large sums would cancel.
-   A lane's channels are the same for all its rows. */
+   will read it, less a pivot near the mean, without which the difference of large sums would
+   cancel. A lane's channels are the same for all its rows. */
 template <class T, class TILE, bool DGRAD, bool STATS> struct gather_writer {
     const gather_args &g;
     const tap_range in_rows, in_columns;
@@ -1261,7 +1262,7 @@ static_assert(2 * gather_product<half, tile_128x128, false, AMPERE>::SMEM_BYTES 
 
 /* ---- wgrad --------------------------------------------------------------------------------------
 
-     problem as a matrix product    dw (k x r*s*c) = sum over pixels m of dy[m][k] * x[pixel(m,tap)][c]
+     problem as a matrix product    dw[k][tap][c] = sum over m of dy[m][k] * x[pixel(m,tap)][c]
        a                            dy, k contiguous: TRANS
        b                            x, c contiguous: TRANS
        depth                        n*p*q pixels, cut into splits of `chunk`: CTAs along blockIdx.y
@@ -1270,7 +1271,7 @@ static_assert(2 * gather_product<half, tile_128x128, false, AMPERE>::SMEM_BYTES 
                                 as above                     4 + 4 fragments, 16 products
                                 a thread brings chunk t % 16 of pixels t / 16 + 8 i: 4 of dy, 4 of x
 
-     shared memory, one stage   wmma on sm_75 2 x 32 rows x 136 elements = 17,408 bytes; on sm_80 16,384
+     shared memory, one stage   wmma, sm_75 2 x 32 rows x 136 elements = 17,408 bytes; sm_80 16,384
 
    Each split writes sums of its own, partial[split][k][r*s*c] in FP32; mptk_conv_add_splits_kernel
    adds them in order. So dw is the same in every run, and no chain of additions is too long. A
@@ -1377,7 +1378,8 @@ static_assert(wgrad_product<half, tile_128x128, TURING>::SMEM_BYTES == 17408 &&
 /* ---- any storage, any shape: plain --------------------------------------------------------------
 
      problem as a matrix product    as above, but dgrad in one phase over all taps
-     CTA tile 64 x 64 x 16          256 threads, each 4 x 4 sums: rows 4 (t / 16), columns 4 (t % 16)
+     CTA tile 64 x 64 x 16          256 threads, each 4 x 4 sums: rows 4 (t / 16) ..,
+                                    columns 4 (t % 16) ..
      shared memory                  a and b, 2 x 16 rows x 68 floats = 8,704 bytes, depth outermost
 
    A problem tells the elements of a and b, and where a sum goes. Threads beside each other bring
@@ -1624,9 +1626,9 @@ __global__ void __launch_bounds__(mptk::PLAIN_THREADS)
 
 namespace mptk {
 
-/* Channels are padded to a multiple of 8, or, of few, two pixels become one (below). Either way rows
-   of `width` pixels with c channels go with rows of view_width pixels with padded_c channels, of
-   which pixel 0 is pixel -shift. */
+/* Channels are padded to a multiple of 8, or, of few, two pixels become one (below). Either way
+   rows of `width` pixels with c channels go with rows of view_width pixels with padded_c channels,
+   of which pixel 0 is pixel -shift. */
 struct view_args {
     int rows, width, c;
     int view_width, padded_c, shift; /* padded_c a multiple of 4 */
@@ -1739,7 +1741,8 @@ __global__ void __launch_bounds__(mptk::SUM_THREADS)
     if (mine < g.columns) g.sums[static_cast<size_t>(blockIdx.x) * g.columns + mine] = total;
 }
 
-/* sums[column] = the parts in order: 8 groups of threads take every eighth, then the groups add up. */
+/* sums[column] = the parts in a fixed order: 8 groups of threads take every eighth, then the groups
+   add up. */
 __global__ void __launch_bounds__(mptk::SUM_THREADS)
     mptk_conv_sum_parts_kernel(const float *parts, float *sums, int num_parts, int columns) {
     constexpr int GROUPS = mptk::SUM_THREADS / mptk::WARP;
@@ -2146,7 +2149,8 @@ MPTK_FN two_sums block_two_sums(int lanes, float sum[VEC], float product[VEC]) {
 
 /* Pass 1: parts[part] = sums of g and of g (x - mean). */
 template <class T, int VEC>
-__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS, mptk::STREAM_BLOCKS)
+__global__ void __launch_bounds__(mptk::BATCHNORM_THREADS,
+                                  sizeof(T) == 4 ? 3 : mptk::STREAM_BLOCKS)
     mptk_batchnorm_backward_sums_kernel(mptk::batchnorm_args a) {
     const mptk::batchnorm_place place = mptk::batchnorm_place_of<VEC>(a, a.part_rows, a.valid_rows);
     float mean[VEC], sum[VEC], product[VEC];
@@ -2721,9 +2725,32 @@ template <int VEC> struct pool_maxima { /* the first of equals; NaN is above all
     }
 };
 
+/* Places within windows, a byte each; eight of them aligned to 8 bytes. */
 template <int VEC> MPTK_FN void store_indices(uint8_t *p, const int index[VEC]) {
+    if constexpr (VEC == 8) {
+        uint2 bytes = make_uint2(0, 0);
 #pragma unroll
-    for (int i = 0; i < VEC; i++) p[i] = static_cast<uint8_t>(index[i]);
+        for (int i = 0; i < 4; i++) {
+            bytes.x |= static_cast<unsigned>(index[i]) << 8 * i;
+            bytes.y |= static_cast<unsigned>(index[i + 4]) << 8 * i;
+        }
+        *reinterpret_cast<uint2 *>(p) = bytes;
+    } else {
+        *p = static_cast<uint8_t>(index[0]);
+    }
+}
+
+template <int VEC> MPTK_FN void load_indices(const uint8_t *p, int index[VEC]) {
+    if constexpr (VEC == 8) {
+        const uint2 bytes = *reinterpret_cast<const uint2 *>(p);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            index[i] = static_cast<int>(bytes.x >> 8 * i & 255u);
+            index[i + 4] = static_cast<int>(bytes.y >> 8 * i & 255u);
+        }
+    } else {
+        index[0] = *p;
+    }
 }
 
 /* Windows that hold position `at`: first .. last. */
@@ -2788,6 +2815,7 @@ __global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
         const T *x = static_cast<const T *>(a.x) + place.channel;
         for (int i = max(-top, 0); i < last_i; i++) {
             const int row = (place.image * a.h + top + i) * a.wd + left;
+#pragma unroll 2 /* more of them spill on sm_100 */
             for (int j = max(-left, 0); j < last_j; j++) {
                 float value[VEC];
                 mptk::load_vec<VEC>(x + static_cast<size_t>(row + j) * a.c, value);
@@ -2823,10 +2851,12 @@ __global__ void __launch_bounds__(mptk::POINTWISE_THREADS, mptk::STREAM_BLOCKS)
                 const int pixel = (place.image * a.p + p) * a.q + q;
                 const size_t at = static_cast<size_t>(pixel) * a.c + place.channel;
                 float dy[VEC];
+                int maximum[VEC];
                 mptk::load_vec<VEC>(static_cast<const T *>(a.x) + at, dy);
+                if (MAX) mptk::load_indices<VEC>(a.argmax_in + at, maximum);
 #pragma unroll
                 for (int e = 0; e < VEC; e++)
-                    sum[e] += !MAX || a.argmax_in[at + e] == index ? dy[e] : 0.0f;
+                    sum[e] += !MAX || maximum[e] == index ? dy[e] : 0.0f;
             }
         }
     }
@@ -3440,17 +3470,24 @@ static inline int launch_status() {
 } // namespace mptk
 
 /* ---- convolution --------------------------------------------------------------------------------
-   What runs is a function of the shape alone: sizes, the capacity n (never num_valid), and the type.
-   So the bits of a result are the same on every GPU of a generation. */
+   What runs is a function of the shape alone: sizes, the capacity n (never num_valid), and the
+   type. So the bits of a result are the same on every GPU of a generation. */
+
+/* For how many SMs tiles are chosen: between V100 (80), A100 (108) and H200 (132). Tests on the CPU
+   set it to 2, to reach large tiles with small shapes. */
+#ifdef MPTK_ON_CPU
+extern "C" {
+extern int mptk_tile_sms;
+int mptk_tile_sms = 108;
+}
+#else
+static constexpr int mptk_tile_sms = 108;
+#endif
+
 namespace mptk {
 
 enum direction { FPROP, DGRAD, WGRAD };
 
-/* For how many SMs tiles are chosen: between V100 (80), A100 (108) and H200 (132). Tests set it to 2
-   to reach large tiles with small shapes. */
-#ifndef MPTK_TILE_SMS
-#define MPTK_TILE_SMS 108
-#endif
 /* wgrad: CTAs worth two waves of two a V100's SM; tiles of the depth a split has at least, so that
    start and end don't dominate; splits at most, which the reduction reads again. */
 constexpr int WGRAD_CTAS = 320, WGRAD_MIN_STEPS = 16, WGRAD_MAX_SPLITS = 256;
@@ -3562,13 +3599,14 @@ static inline double gather_ctas(gather_tile which, int rows, int columns, int p
      fprop, channels < 32            128x64 for few channels */
 static inline gather_tile choose_gather(int rows, int columns, int channels, int phases,
                                         bool dgrad) {
-    const bool narrow = columns <= 64 || (columns < 256 && columns % 128 > 0 && columns % 128 <= 64);
+    const int rest = columns % 128; /* of the last tile */
+    const bool narrow = columns <= 64 || (columns < 256 && rest > 0 && rest <= 64);
     const gather_tile large = narrow ? G256X64 : G256X128, small = narrow ? G128X64 : G128X128;
     const int waves = narrow ? 4 : 2;
 
     if (!dgrad && channels < tile_128x64::BK) return GSMALLC;
-    if (gather_ctas(large, rows, columns, phases) >= waves * MPTK_TILE_SMS) return large;
-    if (gather_ctas(small, rows, columns, phases) >= MPTK_TILE_SMS) return small;
+    if (gather_ctas(large, rows, columns, phases) >= waves * mptk_tile_sms) return large;
+    if (gather_ctas(small, rows, columns, phases) >= mptk_tile_sms) return small;
     return channels >= tile_64x64x64::BK ? G64X64X64 : G64X64;
 }
 
@@ -3593,8 +3631,8 @@ static inline size_t reserve(size_t *bytes, size_t more) {
     return at;
 }
 
-/* Offsets are computed in 32 bits, those of taps outside the image and of the up to 31 pixels behind
-   the last included, which aren't used. */
+/* Offsets are computed in 32 bits, those of taps outside the image and of the up to 31 pixels
+   behind the last included, which aren't used. */
 static inline bool offsets_fit(double images, double pixels, double h, double wd, int channels,
                                int border) {
     const double behind = images * (1 + 31 / pixels);
@@ -3611,14 +3649,14 @@ static inline bool is_plain(const mpt_conv2d_args *a, direction d) {
            !offsets_fit(a->k, a->k, a->r, a->s, a->c, 0);
 }
 
-/* Few channels and an even stride, as the first layer of an ImageNet network has: channels padded to
-   four and two pixels taken for one make eight, of which in the example six are used, not three.
+/* Few channels and an even stride, as the first layer of an ImageNet network has: channels padded
+   to four and two pixels taken for one make eight, of which in the example six are used, not three.
 
-       x (n,h,wd,3)   | 0: RGB | 1: RGB | 2: RGB | 3: RGB |    ->   (n,h,wd/2,8)  | RGB-RGB- | RGB-RGB- |
-       w (k,7,7,3)    7 columns, behind one of zeros           ->   (k,7,4,8)
-       stride 2, padding 3                                     ->   along rows 1 and 2
+       x (n,h,wd,3)   | RGB | RGB | RGB | RGB |        ->   (n,h,wd/2,8)  | RGB-RGB- | RGB-RGB- |
+       w (k,7,7,3)    7 columns, behind one of zeros   ->   (k,7,4,8)
+       stride 2, padding 3                             ->   along rows 1 and 2
 
-   The padding must be a whole number of pairs; a column of zeros (`shift`) makes up for an odd one. */
+   The padding must be a whole number of pairs: a column of zeros, `shift`, completes an odd one. */
 static inline void plan_pairs(const mpt_conv2d_args *a, direction d, conv_plan *plan) {
     plan->paired = !plan->plain && d != DGRAD && a->c <= 4 && a->stride % 2 == 0;
     plan->wd = a->wd;
@@ -3719,7 +3757,8 @@ static int launch_pad(const void *src, void *dst, const view_args &g, mpt_dtype 
     if (g.rows == 0) return 0;
     if (dtype == MPT_F16)
         MPTK_LAUNCH((mptk_conv_pad_kernel<half>), blocks, threads, 0, stream, src, dst, g);
-    else MPTK_LAUNCH((mptk_conv_pad_kernel<__nv_bfloat16>), blocks, threads, 0, stream, src, dst, g);
+    else
+        MPTK_LAUNCH((mptk_conv_pad_kernel<__nv_bfloat16>), blocks, threads, 0, stream, src, dst, g);
     return launch_status();
 }
 
@@ -3966,9 +4005,9 @@ const char *mptk_conv2d_dgrad_kernel(const mpt_conv2d_args *a) {
 const char *mptk_conv2d_wgrad_kernel(const mpt_conv2d_args *a) {
     const mptk::conv_plan plan = mptk::plan_conv(a, mptk::WGRAD);
     if (plan.plain) return "simt";
-    if (plan.flat)
-        return plan.large ? "tensor cores, 128x128 tile for 1x1" : "tensor cores, 64x64 tile for 1x1";
-    return plan.large ? "tensor cores, 128x128 tile" : "tensor cores, 64x64 tile";
+    if (plan.large)
+        return plan.flat ? "tensor cores, 128x128 tile for 1x1" : "tensor cores, 128x128 tile";
+    return plan.flat ? "tensor cores, 64x64 tile for 1x1" : "tensor cores, 64x64 tile";
 }
 
 int mptk_conv2d_fprop(const mpt_conv2d_args *a, void *stream) {

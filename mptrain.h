@@ -256,7 +256,7 @@
 #ifndef MPTRAIN_H
 #define MPTRAIN_H
 
-#ifdef __CUDACC_RTC__ /* NVIDIA's run-time compiler, for kernels.cu: it has no headers, but size_t */
+#ifdef __CUDACC_RTC__ /* NVIDIA's run-time compiler, of kernels.cu: no headers, but size_t */
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
 typedef int int32_t;
@@ -1606,9 +1606,9 @@ size_t mptk_conv2d_wgrad_workspace_bytes(const mpt_conv2d_args *a);
 int mptk_conv2d_fprop(const mpt_conv2d_args *a, void *stream);
 int mptk_conv2d_dgrad(const mpt_conv2d_args *a, void *stream);
 int mptk_conv2d_wgrad(const mpt_conv2d_args *a, void *stream);
-/* fprop that also sums up what it wrote, for batch normalization: partial (stats_rows,2,k) gets sums
-   of y - pivot and of their squares, pivot (k) any numbers near the means; to be added in order.
-   stats_rows 0: this shape has no such kernel. */
+/* fprop that also sums up what it wrote, for batch normalization: partial (stats_rows,2,k) gets
+   sums of y - pivot and of their squares, pivot (k) any numbers near the means; to be added in
+   order. stats_rows 0: this shape has no such kernel. */
 int mptk_conv2d_fprop_stats_rows(const mpt_conv2d_args *a);
 int mptk_conv2d_fprop_stats(const mpt_conv2d_args *a, float *partial, const float *pivot,
                             void *stream);
@@ -10956,7 +10956,9 @@ static mpt_result mpti_cuda_alloc(void *self, size_t bytes, void **out) {
 static void mpti_cuda_free(void *self, void *p) {
     mpti_cuda *c = (mpti_cuda *)self;
 
-    if (p && mpti_cuda_enter(c) == MPT_OK) (void)cudaFree(p); /* waits for what still uses it */
+    /* Also where the device has failed, and without a word: the error that matters is told. */
+    (void)cudaSetDevice(c->device);
+    if (p) (void)cudaFree(p); /* waits for what still uses it */
 }
 
 static mpt_result mpti_cuda_copy_now(mpti_cuda *c, void *dst, const void *src, size_t bytes,
@@ -11070,7 +11072,11 @@ static mpt_result mpti_cuda_record_end(void *self, void **recording) {
     cudaGraphExec_t exec = NULL;
     cudaError_t error = cudaStreamEndCapture(c->compute, &graph);
 
+#if CUDART_VERSION >= 12000
     if (error == cudaSuccess) error = cudaGraphInstantiate(&exec, graph, 0);
+#else /* where that name has five arguments */
+    if (error == cudaSuccess) error = cudaGraphInstantiateWithFlags(&exec, graph, 0);
+#endif
     if (graph) (void)cudaGraphDestroy(graph);
     *recording = (void *)exec;
     return mpti_cuda_result(c, (int)error, "recording a step as a CUDA graph");
@@ -11542,7 +11548,8 @@ static void mpti_cuda_close(void *self) {
     mpti_free(&c->ctx->desc.allocator, c, sizeof *c);
 }
 
-/* A driver that is too old, no device, and a device number too high are different advice. */
+/* A driver that is too old, no device, and a device number too high are different advice. Where no
+   driver is at all, its version is 0, and the runtime calls that too old as well. */
 static mpt_result mpti_cuda_find(mpti_cuda *c) {
     int count = 0, driver = 0, runtime = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
@@ -11550,12 +11557,13 @@ static mpt_result mpti_cuda_find(mpti_cuda *c) {
     (void)cudaDriverGetVersion(&driver);
     (void)cudaRuntimeGetVersion(&runtime);
     (void)cudaGetLastError(); /* told below */
-    if (error == cudaErrorInsufficientDriver)
+    if (error == cudaErrorInsufficientDriver && driver > 0)
         return MPTI_REPORT(c->ctx, MPT_ERR_DEVICE,
                            "the NVIDIA driver knows CUDA %d.%d, this program needs %d.%d: update "
                            "the driver, or build with an older CUDA toolkit",
                            driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
-    if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0))
+    if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver ||
+        (error == cudaSuccess && count == 0))
         return MPTI_REPORT(c->ctx, MPT_ERR_DEVICE,
                            "no CUDA device: is there an NVIDIA GPU, and does CUDA_VISIBLE_DEVICES "
                            "leave it visible? The CPU backend needs none");
@@ -16679,14 +16687,16 @@ static void mpti_checkpoint_rows(mpt_trainer *t, mpti_checkpoint_row rows[MPTI_C
 /* A number that differs for models whose parameters mean different things. */
 static uint32_t mpti_model_fingerprint(const mpt_model *m) {
     uint32_t crc = 0;
-    int v;
+    int v, k;
 
     for (v = 0; v < m->num_nodes; v++) {
         const mpti_node *n = &m->nodes[v];
         char text[160];
-        int size = snprintf(text, sizeof text, "%d %d %d %d %d %d %d %d %d;", (int)n->kind,
-                            n->in[0], n->num_in > 1 ? n->in[1] : -1, n->h, n->w, n->c, n->kernel,
-                            n->stride, n->padding);
+        int size = snprintf(text, sizeof text, "%d %d %d %d %d %d %d", (int)n->kind, n->h, n->w,
+                            n->c, n->kernel, n->stride, n->padding);
+        for (k = 0; k < n->num_in; k++)
+            size += snprintf(text + size, sizeof text - (size_t)size, " %d", n->in[k]);
+        text[size++] = ';';
         crc = mpt_crc32c(crc, text, (size_t)size);
     }
     return crc;

@@ -48,11 +48,12 @@ GPUS = [
 # Cycles of shared memory for a 16 x 16 fragment of A, of B, and for 16 bytes a lane stored by a
 # warp. sm_70: counted on the addresses of its machine code, fprop by m8n8k4 on swizzled tiles, the
 # others by wmma. ldmatrix: no conflicts.
-SHARED_CYCLES = {('70', 'fprop'): (8, 8, 4), ('70', 'dgrad'): (16, 8, 8), ('70', 'wgrad'): (8, 8, 8)}
+SHARED_CYCLES = {('70', 'fprop'): (8, 8, 4), ('70', 'dgrad'): (16, 8, 8),
+                 ('70', 'wgrad'): (8, 8, 8)}
 LDMATRIX_CYCLES = (4, 4, 4)
 SHARED_BYTES_A_CYCLE = 128
 
-# Cycles that a step takes at least, and of a CTA's start and end: measured with a simulator of sm_70
+# Cycles that a step takes at least, and of a CTA's start and end: from a simulator of sm_70
 LATENCY, START = 600, 1500
 LAUNCH_US = 2
 
@@ -77,8 +78,8 @@ def chosen_plans():
     runner = os.path.join(TOP, 'tests', 'cuda_on_cpu')
     with tempfile.TemporaryDirectory() as folder:
         program = os.path.join(folder, 'kernel_plans')
-        subprocess.run([os.environ.get('CXX', 'g++'), '-std=c++17', '-mf16c', '-fno-strict-aliasing',
-                        '-I' + TOP, '-I' + os.path.join(runner, 'include'),
+        subprocess.run([os.environ.get('CXX', 'g++'), '-std=c++17', '-mf16c',
+                        '-fno-strict-aliasing', '-I' + TOP, '-I' + os.path.join(runner, 'include'),
                         '-include', os.path.join(runner, 'device.h'),
                         os.path.join(TOP, 'docs', 'kernel_plans.cpp'),
                         os.path.join(runner, 'runtime.cpp'), '-o', program], check=True)
@@ -92,7 +93,8 @@ def parse_plan(words):
     count, hw, c, k, r, stride = map(int, words[1:7])
     bm, bn, bk, few_channels, splits = map(int, words[8:])
     tile = next(tile for tile in TILES if tile[:3] == (bm, bn, bk))
-    return Plan(Layer(name, count, hw, c, k, r, stride), direction, tile, bool(few_channels), splits)
+    layer = Layer(name, count, hw, c, k, r, stride)
+    return Plan(layer, direction, tile, bool(few_channels), splits)
 
 
 def occupancies():
@@ -134,8 +136,8 @@ def product_of(layer, direction, tile):
     if direction == 'dgrad':
         phases = layer.stride ** 2
         steps = taps * ceil_div(layer.k, tile.bk) / phases
-        return Product(BATCH_SIZE * layer.hw ** 2 // phases, layer.c, taps * layer.k / phases, steps,
-                       phases, flops, 2 * (x + y + w))
+        return Product(BATCH_SIZE * layer.hw ** 2 // phases, layer.c, taps * layer.k / phases,
+                       steps, phases, flops, 2 * (x + y + w))
     return Product(layer.k, taps * c8, pixels, ceil_div(pixels, tile.bk), 1, flops,
                    2 * (x // skipped + y) + 4 * w)
 
@@ -187,22 +189,19 @@ def is_flat(plan):
     return plan.layer.r == 1 and plan.layer.stride == 1
 
 
-def planned_time(kernels, gpu, plan):
-    record = record_of(kernels, gpu.arch, plan.direction, plan.tile, plan.few_channels, is_flat(plan))
-    product = product_of(plan.layer, plan.direction, plan.tile)
-    return kernel_time(gpu, plan.direction, plan.tile, record['ctas'], product, max(plan.splits, 1))
+def tile_time(kernels, gpu, plan, tile):
+    """(microseconds, the limit that binds) with this tile; None where kernels.cu has no such one"""
+    record = record_of(kernels, gpu.arch, plan.direction, tile, plan.few_channels, is_flat(plan))
+    if not record or not record['ctas']:
+        return None
+    product = product_of(plan.layer, plan.direction, tile)
+    return kernel_time(gpu, plan.direction, tile, record['ctas'], product, max(plan.splits, 1))
 
 
 def best_time(kernels, gpu, plan):
     """With the tile that the model likes best, of those that kernels.cu has"""
-    times = [planned_time(kernels, gpu, plan)[0]]
-    for tile in TILES:
-        record = record_of(kernels, gpu.arch, plan.direction, tile, plan.few_channels, is_flat(plan))
-        if record and record['ctas']:
-            product = product_of(plan.layer, plan.direction, tile)
-            times.append(kernel_time(gpu, plan.direction, tile, record['ctas'], product,
-                                     max(plan.splits, 1))[0])
-    return min(times)
+    times = [tile_time(kernels, gpu, plan, tile) for tile in TILES]
+    return min(time[0] for time in times if time)
 
 
 # ---- the tables ----------------------------------------------------------------------------------
@@ -243,7 +242,8 @@ def occupancy_table(kernels, plans):
     lines = ['| kernel | threads | ' + ' | '.join(f'sm_{gpu.arch}' for gpu in GPUS) + ' |',
              '|---|--:|' + '---|' * len(GPUS)]
     for direction, tile, few_channels, flat in sorted(used):
-        records = [record_of(kernels, gpu.arch, direction, tile, few_channels, flat) for gpu in GPUS]
+        records = [record_of(kernels, gpu.arch, direction, tile, few_channels, flat)
+                   for gpu in GPUS]
         cells = [f"{r['registers']} regs, {(r['static'] + r['dynamic']) / 1024:.0f} KB: "
                  f"{r['ctas']} CTA{'s' if r['ctas'] > 1 else ''} ({r['bound']})" for r in records]
         name = f'{direction} {tile.bm}x{tile.bn}x{tile.bk}'
@@ -253,8 +253,9 @@ def occupancy_table(kernels, plans):
 
 
 def gpu_table(kernels, plans, gpu):
-    lines = [f'| {gpu.name}: layer | x | fprop | dgrad | wgrad | share |', '|---|--:|---|---|---|--:|']
-    times = {plan: (*planned_time(kernels, gpu, plan),
+    lines = [f'| {gpu.name}: layer | x | fprop | dgrad | wgrad | share |',
+             '|---|--:|---|---|---|--:|']
+    times = {plan: (*tile_time(kernels, gpu, plan, plan.tile),
                     *roofline(gpu, product_of(plan.layer, plan.direction, plan.tile)))
              for plan in plans}
     whole = sum(plan.layer.count * times[plan][0] for plan in plans)
@@ -277,8 +278,8 @@ def gpu_table(kernels, plans, gpu):
     lines.append(f'| sum, ms | {sum(layer.count for layer, _ in by_layer(plans))} | '
                  + ' | '.join(sums) + ' | |')
     best = sum(plan.layer.count * best_time(kernels, gpu, plan) for plan in plans)
-    lines += ['', f'With the tile that the model likes best for each, instead of the one that '
-              f"kernels.cu's rule takes, the sum would be {100 * (whole / best - 1):.1f} % smaller."]
+    lines += ['', 'With the tile that the model likes best for each, instead of the one that '
+              f"kernels.cu's rule takes, the sum would be {100 * (1 - best / whole):.1f} % less."]
     return lines
 
 

@@ -49,6 +49,19 @@ check_kernels() {
         ${NVCC_LOG:+--nvcc-log "$NVCC_LOG"} "$source"
 }
 
+# What docs/kernels.md says of tiles, registers and CTAs is what was found just now.
+check_tables() {
+    local name="check-arch: docs/kernels.md tells what kernels.cu is"
+    [ "$source" = kernels.cu ] && [ -z "${ARCHS:-}" ] || return
+    if ! command -v "${CXX:-g++}" >/dev/null; then
+        echo "SKIP $name: no ${CXX:-g++}"
+    elif python docs/kernel_table.py --check >"$work/tables" 2>&1; then
+        echo "ok $name"
+    else
+        echo "FAIL $name: $(tail -n 1 "$work/tables")"
+    fi
+}
+
 # A Python program that dies has printed no FAIL line: it must not pass for that.
 survives() { "$@" || echo "FAIL check-arch: $1 ended with status $?"; }
 run_self_test() { survives check_itself; }
@@ -61,5 +74,5 @@ if ! have_compiler; then
 elif [ "$source" = --self-test ]; then
     run_checks run_self_test
 else
-    run_checks run_self_test run_kernels
+    run_checks run_self_test run_kernels check_tables
 fi

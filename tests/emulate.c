@@ -2,7 +2,8 @@
    path, kernels.cu executed by the CPU, beside the CPU backend
 
    A table of losses, and what the path did. Exit status 1 if the two in FP16 part by more than FP16
-   and FP32 do on the CPU: two ways to round. tests/cuda_on_cpu/README.md shows how to step through a kernel of it in gdb. */
+   and FP32 do on the CPU: two ways to round. tests/cuda_on_cpu/README.md shows how to step through
+   a kernel of it in gdb. */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
 
@@ -70,7 +71,9 @@ static void done(machine *m) {
     mpt_ctx_destroy(m->ctx);
 }
 
-static double distance(double a, double b) { return a < b ? b - a : a - b; }
+static double distance(double a, double b) {
+    return a < b ? b - a : a - b;
+}
 
 /* Three columns. 0.002: what one rounding of FP16 is to a loss of 2.3. */
 static int show(const char *net, const machine m[3]) {

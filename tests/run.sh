@@ -122,8 +122,9 @@ run_mode() {
     export BUILD=build
     [ "$1" = quick ] || use_sanitizer "$1" || return
     export MPT_TEST_BUILD=$BUILD TMPDIR=$scratch
+    export TRAIN_CUDA=$BUILD/cuda_on_cpu/sm_80/train PREDICT_CUDA=$BUILD/cuda_on_cpu/sm_80/predict
     # shellcheck disable=SC2086
-    build "$out/build" $PROGRAMS "${tests[@]}"
+    build "$out/build" $PROGRAMS cuda_on_cpu/sm_80/{train,predict} "${tests[@]}"
     [ "$1" = quick ] && part "$out/style" tests/style.sh &
     for test in "${tests[@]}"; do
         [ -x "$BUILD/$test" ] || continue
@@ -135,6 +136,9 @@ run_mode() {
     [ "$1" = quick ] || return
     part "$out/docs" tests/docs.sh
     part "$out/compile" tests/compile/matrix.sh
+    # In quick no sanitizers: they are continuous integration's matter.
+    # shellcheck disable=SC2086
+    part "$out/runner" tests/cuda_on_cpu/check_runner.sh ${MPT_TEST_FULL:+asan tsan msan} plain
     [ -z "${MPT_TEST_FULL:-}" ] || part "$out/demo" tests/demo.sh
 }
 

@@ -189,12 +189,20 @@ static int with_add(mpt_model *m) {
     return mpt_dense(m, mpt_global_avg_pool(m, x), 5);
 }
 
-static int four_inputs_net(mpt_model *m) {
+static int sum_of_four(mpt_model *m, bool relu_last) {
     int x = net_conv(m, MPT_INPUT, 3, 3, 1, 1, 0), in[4];
     in[0] = in[1] = x;
-    in[2] = MPT_INPUT;
-    in[3] = mpt_relu(m, x);
+    in[relu_last ? 2 : 3] = MPT_INPUT;
+    in[relu_last ? 3 : 2] = mpt_relu(m, x);
     return mpt_dense(m, halve(m, sum(m, in, 4)), 5);
+}
+
+static int four_inputs_net(mpt_model *m) {
+    return sum_of_four(m, true);
+}
+
+static int swapped_inputs_net(mpt_model *m) {
+    return sum_of_four(m, false);
 }
 
 static rig_desc desc_of(net_fn net, mpt_precision precision) {
@@ -394,6 +402,23 @@ static void check_wiring(const mpt_custom_desc *d, const int *in, int n, const c
     mpt_ctx_destroy(ctx);
 }
 
+/* Networks that differ in the last inputs of a layer alone have the same parameters, which mean
+   something else in each. */
+MPT_TEST(a_checkpoint_belongs_to_all_inputs) {
+    rig_desc d = desc_of(four_inputs_net, MPT_PRECISION_FP32);
+    rig r = rig_open(&d);
+    char path[600];
+    snprintf(path, sizeof path, "%s", mpt_test_tmpfile("four.safetensors"));
+    CHECK_OK(r.ctx, mpt_trainer_save(r.trainer, NULL, NULL, path));
+    CHECK_OK(r.ctx, mpt_trainer_load(r.trainer, NULL, NULL, path));
+    rig_close(&r);
+    d = desc_of(swapped_inputs_net, MPT_PRECISION_FP32);
+    r = rig_open(&d);
+    CHECK_RESULT(r.ctx, mpt_trainer_load(r.trainer, NULL, NULL, path), MPT_ERR_INVALID_ARGUMENT);
+    CHECK_CONTAINS(mpt_last_error(r.ctx)->message, "a checkpoint of another model");
+    rig_close(&r);
+}
+
 MPT_TEST(wiring_mistakes_are_explained) {
     static const int inputs[5] = {0, 0, 0, 0, 0}, nobody[1] = {3};
     char long_name[50];
@@ -461,6 +486,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(callbacks_see_the_records_that_count),
     MPT_TEST_CASE(custom_layers_are_in_the_plan),
     MPT_TEST_CASE(parameters_go_into_files),
+    MPT_TEST_CASE(a_checkpoint_belongs_to_all_inputs),
     MPT_TEST_CASE(wiring_mistakes_are_explained),
     MPT_TEST_CASE(failures_of_callbacks_are_passed_on),
 };

@@ -1,4 +1,4 @@
-/* train_program.h - what tests of the program train share: a small data set, and what reports say */
+/* train_program.h - what tests of the program train share: a small data set, what reports say */
 #ifndef MPT_TEST_TRAIN_PROGRAM_H
 #define MPT_TEST_TRAIN_PROGRAM_H
 

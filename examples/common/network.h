@@ -1,4 +1,4 @@
-/* network.h - the networks that the programs know: by a word, or described in text, one layer a line;
+/* network.h - the networks that the programs know: by a word, or described in text, a layer a line;
    and the words around them: precision, device, what is done to pictures and labels */
 #ifndef MPT_EXAMPLES_NETWORK_H
 #define MPT_EXAMPLES_NETWORK_H

@@ -51,8 +51,9 @@ static int network_tell(train_log *log, const mpt_ctx *ctx, const mpt_model *m, 
 static void network_tell_plan(train_log *log, const train_options *o, const mpt_memory_plan *p) {
     static const char *const names[] = {"weights",    "master weights", "gradients",
                                         "optimizer",  "activations",    "workspace",
-                                        "statistics", "staging",        "bookkeeping"};
+                                        "statistics", "bookkeeping",    "staging"};
     enum { PARTS = sizeof names / sizeof names[0] };
+    const int parts = p->staging > 0 ? PARTS : PARTS - 1; /* on the CPU nothing is staged */
     size_t bytes[PARTS];
     char text[24], list[400];
     int i, n = 0;
@@ -64,10 +65,10 @@ static void network_tell_plan(train_log *log, const train_options *o, const mpt_
     bytes[4] = p->activations;
     bytes[5] = p->workspace;
     bytes[6] = p->statistics;
-    bytes[7] = p->staging;
-    bytes[8] = p->bookkeeping;
+    bytes[7] = p->bookkeeping;
+    bytes[8] = p->staging;
     list[0] = 0;
-    for (i = 0; i < PARTS; i++) {
+    for (i = 0; i < parts; i++) {
         cli_human_bytes((double)bytes[i], text);
         if (o->verbose_plan) log_note(log, "memory: %15s %10s", names[i], text);
         else if (bytes[i] > 0)

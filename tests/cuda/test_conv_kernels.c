@@ -1,86 +1,69 @@
 /* test_conv_kernels.c - >>conv of kernels.cu: every kernel and tile against the CPU's definition
 
-   Runs on a GPU, linked with what nvcc made of kernels.cu, and on the CPU, linked with the runner in
-   tests/cuda_on_cpu/. There kernels.cu is compiled with MPTK_TILE_SMS=2, so that small shapes reach
-   large tiles, and once for each MPTK_EMULATED_ARCH with an engine of its own. */
+   Runs on a GPU, linked with what nvcc made of kernels.cu, and on the CPU, linked with the runner
+   in tests/cuda_on_cpu/, once for each MPTK_EMULATED_ARCH with an engine of its own. */
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
 
-#include "../mpt_test.h"
+#include "kernel_test.h"
+
 #include "../reference.h"
-#include <cuda_runtime_api.h>
 
-/* ---- memory -------------------------------------------------------------------------------------
-   Each buffer is an allocation of its own, exactly as long as needed. */
-#define CHECK_CUDA(call) check_cuda(__LINE__, #call, (int)(call))
+/* Tiles are chosen for so many SMs. The runner's kernels.o has it as a variable: with 2, small
+   shapes reach large tiles. nvcc's hasn't, there it stays the constant of >>launch. */
+extern int mptk_tile_sms __attribute__((weak));
 
-static void check_cuda(int line, const char *what, int rc) {
-    if (rc) mpt_test_fail(__FILE__, line, "%s: %s", what, cudaGetErrorName((cudaError_t)rc));
+/* ---- the harness --------------------------------------------------------------------------------
+   What is right: the CPU backend in FP32 on the same numbers. Its definition for small shapes; for
+   large ones its fast kernels, which tests/test_ops.c compares with the definition. */
+typedef struct conv_test {
+    kernel_test t; /* with the definition */
+    void *fast;
+} conv_test;
+
+static conv_test conv_test_open(void) {
+    conv_test c;
+    c.t = kernel_test_open();
+    CHECK_OK(c.t.ctx, mpti_cpu_open_family(c.t.ctx, NULL, &c.fast));
+    if (&mptk_tile_sms) mptk_tile_sms = 2;
+    return c;
 }
 
-static void need_device(void) {
-    int count = 0;
-    if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) SKIP("there is no GPU");
+static void conv_test_close(conv_test *c) {
+    c->t.ops->close(c->fast);
+    kernel_test_close(&c->t);
 }
 
-static void *device_alloc(size_t bytes) { /* full of NaN, whatever the type; NULL for no bytes */
-    void *p = NULL;
-    if (bytes == 0) return NULL;
-    CHECK_CUDA(cudaMalloc(&p, bytes));
-    CHECK_CUDA(cudaMemset(p, 0xff, bytes));
-    return p;
-}
-
-static void *device_copy(const void *host, size_t bytes) {
-    void *p = device_alloc(bytes);
-    CHECK_CUDA(cudaMemcpy(p, host, bytes, cudaMemcpyHostToDevice));
-    return p;
-}
-
-static void *host_copy(const void *device, size_t bytes) {
-    void *p = malloc(bytes);
-    CHECK_CUDA(cudaMemcpy(p, device, bytes, cudaMemcpyDeviceToHost));
-    return p;
-}
-
-/* ---- numbers --------------------------------------------------------------------------------- */
-static uint64_t random_state;
-
-static float random_float(void) { /* -1 .. 1 */
-    random_state = random_state * 6364136223846793005u + 1442695040888963407u;
-    return (float)((double)(random_state >> 11) / 4503599627370496.0 - 1);
+static float random_float(kernel_test *t) { /* -1 .. 1, with all bits of the significand */
+    return (float)((double)kernel_random_word(t) / 2147483648.0 - 1);
 }
 
 /* Random numbers as the storage type holds them, in FP32. */
-static float *random_floats(mpt_dtype dtype, size_t count, float scale) {
+static float *random_floats(kernel_test *t, mpt_dtype dtype, size_t count, float scale) {
     float *p = (float *)malloc(count * sizeof(float));
     size_t i;
     for (i = 0; i < count; i++) {
         uint32_t stored;
-        mpti_store(dtype, &stored, 0, scale * random_float());
+        mpti_store(dtype, &stored, 0, scale * random_float(t));
         p[i] = mpti_load(dtype, &stored, 0);
     }
     return p;
 }
 
-/* The first `used` of them on the device as dtype; NaN behind. */
-static void *device_floats(mpt_dtype dtype, const float *values, size_t count, size_t used) {
-    const size_t bytes = count * mpt_dtype_size(dtype);
-    void *stored = malloc(bytes), *p;
+/* The first `used` of them as dtype, in a buffer of the test; NaN behind. */
+static void *stored(kernel_test *t, mpt_dtype dtype, const float *values, size_t count,
+                    size_t used) {
+    void *p = kernel_nans(t, dtype, count);
     size_t i;
-    memset(stored, 0xff, bytes);
-    for (i = 0; i < used; i++) mpti_store(dtype, stored, i, values[i]);
-    p = device_copy(stored, bytes);
-    free(stored);
+    for (i = 0; i < used; i++) mpti_store(dtype, p, i, values[i]);
     return p;
 }
 
-static float *host_floats(mpt_dtype dtype, const void *device, size_t count) {
-    void *stored = host_copy(device, count * mpt_dtype_size(dtype));
+static float *fetched(kernel_test *t, mpt_dtype dtype, const void *host, size_t count) {
+    const void *p = from_device(t, host);
     float *values = (float *)malloc(count * sizeof(float));
     size_t i;
-    for (i = 0; i < count; i++) values[i] = mpti_load(dtype, stored, i);
-    free(stored);
+    for (i = 0; i < count; i++) values[i] = mpti_load(dtype, p, i);
     return values;
 }
 
@@ -91,8 +74,14 @@ static int has_kernels(mpt_dtype dtype) {
     if (dtype != MPT_BF16) return 1;
     CHECK_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0));
     for (; *p; p += strcspn(p, " "), p += strspn(p, " "))
-        newest = atoi(p) > newest ? atoi(p) : newest;
+        if (atoi(p) > newest) newest = atoi(p);
     return major >= 8 && newest >= 80;
+}
+
+static void need_kernels(conv_test *c, mpt_dtype dtype) { /* or closes the test, and skips it */
+    if (has_kernels(dtype)) return;
+    conv_test_close(c);
+    SKIP("BF16 needs a GPU and code of sm_80 or later");
 }
 
 /* ---- one convolution ------------------------------------------------------------------------- */
@@ -146,85 +135,57 @@ static void tensors_free(tensors *t) {
     memset(t, 0, sizeof(*t));
 }
 
-static tensors random_operands(const mpt_conv2d_args *a) {
+static tensors random_operands(kernel_test *t, const mpt_conv2d_args *a) {
     const sizes s = sizes_of(a);
-    tensors t;
-    memset(&t, 0, sizeof(t));
-    random_state = 7 + s.x + s.w;
-    t.x = random_floats(a->dtype, s.x, 1);
-    t.w = random_floats(a->dtype, s.w, 0.25f);
-    t.dy = random_floats(a->dtype, s.y, 1);
-    t.bias = random_floats(MPT_F32, s.k, 1);
-    return t;
+    tensors o;
+    memset(&o, 0, sizeof(o));
+    t->random = 7 + s.x + s.w; /* the same for the same shape */
+    o.x = random_floats(t, a->dtype, s.x, 1);
+    o.w = random_floats(t, a->dtype, s.w, 0.25f);
+    o.dy = random_floats(t, a->dtype, s.y, 1);
+    o.bias = random_floats(t, MPT_F32, s.k, 1);
+    return o;
 }
 
 /* All three directions on the device. */
-static void run_device(mpt_conv2d_args a, tensors *t) {
+static void run_device(kernel_test *t, mpt_conv2d_args a, tensors *o) {
     const sizes s = sizes_of(&a);
-    const size_t size = mpt_dtype_size(a.dtype);
-    void *x = device_floats(a.dtype, t->x, s.x, s.x / a.n * a.num_valid);
-    void *w = device_floats(a.dtype, t->w, s.w, s.w);
-    void *dy = device_floats(a.dtype, t->dy, s.y, s.y / a.n * a.num_valid);
-    void *bias = device_copy(t->bias, s.k * sizeof(float)), *y = device_alloc(s.y * size);
-    void *dx = device_alloc(s.x * size), *dw = device_alloc(s.w * sizeof(float));
-    void *dbias = device_alloc(s.k * sizeof(float)), *workspace[3];
+    void *y = kernel_nans(t, a.dtype, s.y), *dx = kernel_nans(t, a.dtype, s.x);
+    void *dw = kernel_nans(t, MPT_F32, s.w), *dbias = kernel_nans(t, MPT_F32, s.k);
 
-    a.x = x, a.w = w, a.dy = dy, a.bias = (float *)bias;
-    a.y = y, a.dx = dx, a.dw = (float *)dw, a.dbias = (float *)dbias;
-    a.workspace = workspace[0] = device_alloc(mptk_conv2d_fprop_workspace_bytes(&a));
-    CHECK_CUDA(mptk_conv2d_fprop(&a, NULL));
-    a.workspace = workspace[1] = device_alloc(mptk_conv2d_dgrad_workspace_bytes(&a));
-    CHECK_CUDA(mptk_conv2d_dgrad(&a, NULL));
-    a.workspace = workspace[2] = device_alloc(mptk_conv2d_wgrad_workspace_bytes(&a));
-    CHECK_CUDA(mptk_conv2d_wgrad(&a, NULL));
-    CHECK_CUDA(cudaDeviceSynchronize());
-    t->y = host_floats(a.dtype, y, s.y);
-    t->dx = host_floats(a.dtype, dx, s.x);
-    t->dw = host_floats(MPT_F32, dw, s.w);
-    t->dbias = host_floats(MPT_F32, dbias, s.k);
-    cudaFree(x), cudaFree(w), cudaFree(dy), cudaFree(bias), cudaFree(y), cudaFree(dx);
-    cudaFree(dw), cudaFree(dbias);
-    cudaFree(workspace[0]), cudaFree(workspace[1]), cudaFree(workspace[2]);
-}
-
-/* ---- what it should be --------------------------------------------------------------------------
-   The CPU backend in FP32 on the same numbers. Its definition for small shapes; for large ones its
-   fast kernels, which tests/test_ops.c compares with the definition. */
-typedef struct cpu {
-    mpt_ctx *ctx;
-    const mpt_backend *ops;
-    void *definition, *fast;
-} cpu;
-
-static cpu cpu_open(void) {
-    cpu c;
-    c.ops = mpt_backend_cpu();
-    CHECK_OK(NULL, mpt_ctx_create(NULL, &c.ctx));
-    CHECK_OK(c.ctx, mpti_cpu_open_family(c.ctx, "definition", &c.definition));
-    CHECK_OK(c.ctx, mpti_cpu_open_family(c.ctx, NULL, &c.fast));
-    return c;
-}
-
-static void cpu_close(cpu *c) {
-    c->ops->close(c->definition);
-    c->ops->close(c->fast);
-    mpt_ctx_destroy(c->ctx);
+    a.x = on_device(t, stored(t, a.dtype, o->x, s.x, s.x / a.n * a.num_valid));
+    a.w = on_device(t, stored(t, a.dtype, o->w, s.w, s.w));
+    a.dy = on_device(t, stored(t, a.dtype, o->dy, s.y, s.y / a.n * a.num_valid));
+    a.bias = (const float *)on_device(t, stored(t, MPT_F32, o->bias, s.k, s.k));
+    a.y = on_device(t, y), a.dx = on_device(t, dx);
+    a.dw = (float *)on_device(t, dw), a.dbias = (float *)on_device(t, dbias);
+    a.workspace = device_workspace(t, mptk_conv2d_fprop_workspace_bytes(&a));
+    CHECK_KERNEL(mptk_conv2d_fprop(&a, NULL));
+    a.workspace = device_workspace(t, mptk_conv2d_dgrad_workspace_bytes(&a));
+    CHECK_KERNEL(mptk_conv2d_dgrad(&a, NULL));
+    a.workspace = device_workspace(t, mptk_conv2d_wgrad_workspace_bytes(&a));
+    CHECK_KERNEL(mptk_conv2d_wgrad(&a, NULL));
+    o->y = fetched(t, a.dtype, y, s.y);
+    o->dx = fetched(t, a.dtype, dx, s.x);
+    o->dw = fetched(t, MPT_F32, dw, s.w);
+    o->dbias = fetched(t, MPT_F32, dbias, s.k);
+    kernel_test_release(t);
 }
 
 typedef size_t (*bytes_fn)(void *self, const mpt_conv2d_args *a);
 typedef mpt_result (*conv_fn)(void *self, const mpt_conv2d_args *a);
 
-static void run_cpu_one(cpu *c, mpt_conv2d_args *a, bytes_fn bytes, conv_fn conv) {
+static void run_cpu_one(conv_test *c, mpt_conv2d_args *a, bytes_fn bytes, conv_fn conv) {
     const double products = (double)sizes_of(a).y * a->r * a->s * a->c;
-    void *self = products > 2e6 ? c->fast : c->definition, *workspace = NULL;
+    void *self = products > 2e6 ? c->fast : c->t.self, *workspace = NULL;
     a->workspace_bytes = bytes(self, a);
     CHECK(posix_memalign(&workspace, 64, a->workspace_bytes + 64) == 0);
     a->workspace = workspace;
-    CHECK_OK(c->ctx, conv(self, a));
+    CHECK_OK(c->t.ctx, conv(self, a));
     free(workspace);
 }
 
-static void run_cpu(cpu *c, mpt_conv2d_args a, tensors *t) {
+static void run_cpu(conv_test *c, mpt_conv2d_args a, tensors *t) {
     const sizes s = sizes_of(&a);
     a.dtype = MPT_F32;
     a.x = t->x, a.w = t->w, a.dy = t->dy, a.bias = t->bias;
@@ -232,9 +193,9 @@ static void run_cpu(cpu *c, mpt_conv2d_args a, tensors *t) {
     a.dx = t->dx = (float *)malloc(s.x * sizeof(float));
     a.dw = t->dw = (float *)malloc(s.w * sizeof(float));
     a.dbias = t->dbias = (float *)malloc(s.k * sizeof(float));
-    run_cpu_one(c, &a, c->ops->conv2d_fprop_workspace_bytes, c->ops->conv2d_fprop);
-    run_cpu_one(c, &a, c->ops->conv2d_dgrad_workspace_bytes, c->ops->conv2d_dgrad);
-    run_cpu_one(c, &a, c->ops->conv2d_wgrad_workspace_bytes, c->ops->conv2d_wgrad);
+    run_cpu_one(c, &a, c->t.ops->conv2d_fprop_workspace_bytes, c->t.ops->conv2d_fprop);
+    run_cpu_one(c, &a, c->t.ops->conv2d_dgrad_workspace_bytes, c->t.ops->conv2d_dgrad);
+    run_cpu_one(c, &a, c->t.ops->conv2d_wgrad_workspace_bytes, c->t.ops->conv2d_wgrad);
 }
 
 static float *absolute(const float *values, size_t count) {
@@ -246,7 +207,8 @@ static float *absolute(const float *values, size_t count) {
 
 /* The same with the magnitudes of all operands: sums of |products|, which errors scale with. The
    results themselves may be small by cancellation. */
-static void run_magnitudes(cpu *c, const mpt_conv2d_args *a, const tensors *t, tensors *magnitude) {
+static void run_magnitudes(conv_test *c, const mpt_conv2d_args *a, const tensors *t,
+                           tensors *magnitude) {
     const sizes s = sizes_of(a);
     memset(magnitude, 0, sizeof(*magnitude));
     magnitude->x = absolute(t->x, s.x);
@@ -258,9 +220,9 @@ static void run_magnitudes(cpu *c, const mpt_conv2d_args *a, const tensors *t, t
 
 /* Products of 16-bit numbers are exact in FP32. A tensor core adds four of them or more at once and
    may cut off where it should round: 2^-23 of the sum of |products| for each of depth / 4 additions
-   at most, plain FP32 code rounds by 2^-24 in each of `depth`, and the CPU that this is compared with
-   does too. Then storage rounds once: by 2^-11 of the result in FP16 and 2^-8 in BF16, by 2^-25
-   where FP16 is subnormal. */
+   at most, plain FP32 code rounds by 2^-24 in each of `depth`, and the CPU that this is compared
+   with does too. Then storage rounds once: by 2^-11 of the result in FP16 and 2^-8 in BF16, by
+   2^-25 where FP16 is subnormal. */
 static void check_tensor(const char *what, mpt_dtype dtype, const float *got, const float *want,
                          const float *magnitude, size_t count, double depth) {
     const double half_ulp = dtype == MPT_F16 ? 1 / 2048.0 : dtype == MPT_BF16 ? 1 / 256.0 : 0;
@@ -287,7 +249,7 @@ static const char *shape_text(const conv_shape *z, mpt_dtype dtype, int num_vali
     return text;
 }
 
-static void check_shape(cpu *c, const conv_shape *z, mpt_dtype dtype, int num_valid) {
+static void check_shape(conv_test *c, const conv_shape *z, mpt_dtype dtype, int num_valid) {
     mpt_conv2d_args a;
     tensors got, want, magnitude;
     sizes s;
@@ -295,9 +257,9 @@ static void check_shape(cpu *c, const conv_shape *z, mpt_dtype dtype, int num_va
     shape_args(z, dtype, num_valid, &a);
     printf("# %s: %s\n", shape_text(z, dtype, num_valid), mptk_conv2d_fprop_kernel(&a));
     s = sizes_of(&a);
-    got = random_operands(&a);
-    want = random_operands(&a);
-    run_device(a, &got);
+    got = random_operands(&c->t, &a);
+    want = random_operands(&c->t, &a);
+    run_device(&c->t, a, &got);
     run_cpu(c, a, &want);
     run_magnitudes(c, &a, &want, &magnitude);
     check_tensor("y", dtype, got.y, want.y, magnitude.y, s.y, (double)z->r * z->s * z->c);
@@ -313,8 +275,8 @@ static void check_shape(cpu *c, const conv_shape *z, mpt_dtype dtype, int num_va
 /* ---- shapes ----------------------------------------------------------------------------------
    Tiles that are full, ragged, alone; strides 1 to 4, phases without taps and phases without
    pixels; padding 0 to 3 and inputs smaller than the filter; channels that are multiples of 8, of
-   32, and none; few channels with an even stride, which go in pairs of pixels; one batch, one pixel,
-   one number. */
+   32, and none; few channels with an even stride, which go in pairs of pixels; one batch, one
+   pixel, one number. */
 static const conv_shape shapes[] = {
     {1, 1, 1, 1, 1, 1, 1, 1, 0},    {1, 8, 8, 32, 64, 3, 3, 1, 1},
     {2, 7, 9, 40, 24, 3, 3, 1, 1},  {1, 9, 7, 64, 72, 3, 3, 2, 1},
@@ -330,8 +292,8 @@ static const conv_shape shapes[] = {
 };
 enum { NUM_SHAPES = sizeof(shapes) / sizeof(shapes[0]) };
 
-/* Which tile a shape gets depends on MPTK_TILE_SMS: for each tile of >>launch one shape that reaches
-   it with 2, as the runner has it, and one that does with any number up to 108. */
+/* Which tile a shape gets depends on mptk_tile_sms: for each tile of >>launch one shape that
+   reaches it with 2, and one that does with any number up to 108. */
 static const conv_shape tile_shapes[] = {
     {2, 16, 16, 32, 128, 3, 3, 1, 1},  {1, 15, 17, 32, 130, 1, 1, 1, 0},
     {8, 16, 16, 40, 64, 1, 1, 1, 0},   {2, 16, 13, 64, 40, 3, 3, 1, 1},
@@ -349,16 +311,15 @@ enum {
 };
 
 static void check_shapes(mpt_dtype dtype) {
-    cpu c;
+    conv_test c;
     int i;
-    need_device();
-    if (!has_kernels(dtype)) SKIP("BF16 needs a GPU and code of sm_80 or later");
-    c = cpu_open();
+    c = conv_test_open();
+    need_kernels(&c, dtype);
     for (i = 0; i < NUM_SHAPES; i++) {
         check_shape(&c, &shapes[i], dtype, shapes[i].n);
         if (shapes[i].n > 1) check_shape(&c, &shapes[i], dtype, shapes[i].n - 1);
     }
-    cpu_close(&c);
+    conv_test_close(&c);
 }
 
 MPT_TEST(fp16_convolution_matches_the_definition) {
@@ -415,10 +376,9 @@ static int reach(const conv_shape *z, int reached[NUM_TILES]) {
 
 static void check_tiles(mpt_dtype dtype) {
     int reached[NUM_TILES] = {0}, i;
-    cpu c;
-    need_device();
-    if (!has_kernels(dtype)) SKIP("BF16 needs a GPU and code of sm_80 or later");
-    c = cpu_open();
+    conv_test c;
+    c = conv_test_open();
+    need_kernels(&c, dtype);
     for (i = 0; i < NUM_SHAPES; i++) reach(&shapes[i], reached); /* tested above */
     for (i = 0; i < NUM_TILE_SHAPES; i++) {
         reach(&tile_shapes[i], reached);
@@ -427,7 +387,7 @@ static void check_tiles(mpt_dtype dtype) {
     for (i = 0; i < NUM_LARGE_SHAPES; i++)
         if (reach(&large_shapes[i], reached))
             check_shape(&c, &large_shapes[i], dtype, large_shapes[i].n);
-    cpu_close(&c);
+    conv_test_close(&c);
     for (i = 0; i < NUM_TILES; i++)
         if (!reached[i] && i != 2 * NUM_GATHER - 1) /* dgrad has no kernel for few channels */
             mpt_test_fail(__FILE__, __LINE__, "no shape reaches the %s kernel '%s'",
@@ -452,9 +412,9 @@ MPT_TEST(filters_of_many_taps_are_right) {
                                       {1, 18, 3, 8, 9, 16, 1, 1, 0},
                                       {1, 20, 19, 2, 8, 18, 17, 2, 0}};
     mpt_conv2d_args a;
-    cpu c;
+    conv_test c;
     int i;
-    need_device();
+    c = conv_test_open();
     shape_args(&many[0], MPT_F16, 1, &a);
     CHECK_EQ_STR(mptk_conv2d_fprop_kernel(&a), "simt");
     CHECK_EQ_STR(mptk_conv2d_dgrad_kernel(&a), "simt");
@@ -466,18 +426,52 @@ MPT_TEST(filters_of_many_taps_are_right) {
     CHECK_CONTAINS(mptk_conv2d_dgrad_kernel(&a), "tensor cores");
     a.dtype = MPT_F32;
     CHECK_EQ_STR(mptk_conv2d_wgrad_kernel(&a), "simt");
-    c = cpu_open();
     for (i = 0; i < 3; i++) check_shape(&c, &many[i], MPT_F16, 1);
-    cpu_close(&c);
+    conv_test_close(&c);
+}
+
+static int random_below(kernel_test *t, int end) {
+    return (int)(kernel_random_word(t) % (uint32_t)end);
+}
+
+/* Shapes that nobody thought of; more of them in make test-full. */
+MPT_TEST(random_shapes_are_right) {
+    static const int channels[] = {1, 2, 3, 4, 5, 8, 12, 16, 24, 31, 32, 33, 40, 64, 72, 100, 130};
+    static const mpt_dtype dtypes[] = {MPT_F16, MPT_F16, MPT_BF16, MPT_F32};
+    const int count = mpt_test_full() ? 600 : 30;
+    conv_test c = conv_test_open();
+    uint64_t state = 1;
+    int i;
+    for (i = 0; i < count; i++) {
+        conv_shape z;
+        int num_valid, dtype;
+        c.t.random = state;
+        z.n = 1 + random_below(&c.t, 3);
+        z.h = 1 + random_below(&c.t, 20);
+        z.wd = 1 + random_below(&c.t, 20);
+        z.c = channels[random_below(&c.t, 17)];
+        z.k = channels[random_below(&c.t, 17)];
+        z.r = 1 + random_below(&c.t, 7);
+        z.s = 1 + random_below(&c.t, 7);
+        z.stride = 1 + random_below(&c.t, 4);
+        z.padding = random_below(&c.t, 5);
+        num_valid = random_below(&c.t, z.n + 1);
+        dtype = random_below(&c.t, 4);
+        state = c.t.random; /* operands have a seed of their own */
+        if (z.h + 2 * z.padding < z.r || z.wd + 2 * z.padding < z.s) continue;
+        check_shape(&c, &z, dtypes[dtype], num_valid);
+    }
+    conv_test_close(&c);
 }
 
 /* A slice without a slot that counts: nothing is read, everything is zero. */
 MPT_TEST(an_empty_slice_gives_zeros) {
+    conv_test c;
     static const conv_shape z = {2, 5, 6, 10, 9, 3, 3, 1, 1};
     static const mpt_dtype dtypes[] = {MPT_F32, MPT_F16, MPT_BF16};
     int t;
     size_t i;
-    need_device();
+    c = conv_test_open();
     for (t = 0; t < 3; t++) {
         mpt_conv2d_args a;
         tensors got;
@@ -485,20 +479,22 @@ MPT_TEST(an_empty_slice_gives_zeros) {
         if (!has_kernels(dtypes[t])) continue;
         shape_args(&z, dtypes[t], 0, &a);
         s = sizes_of(&a);
-        got = random_operands(&a);
-        run_device(a, &got);
+        got = random_operands(&c.t, &a);
+        run_device(&c.t, a, &got);
         for (i = 0; i < s.y; i++) CHECK(got.y[i] == 0);
         for (i = 0; i < s.x; i++) CHECK(got.dx[i] == 0);
         for (i = 0; i < s.w; i++) CHECK(got.dw[i] == 0);
         for (i = 0; i < s.k; i++) CHECK(got.dbias[i] == 0);
         tensors_free(&got);
     }
+    conv_test_close(&c);
 }
 
 /* Same bits twice; and for a slot whether or not the slots behind it count. */
 MPT_TEST(two_runs_give_the_same_bits) {
+    conv_test c;
     int i;
-    need_device();
+    c = conv_test_open();
     for (i = 1; i < NUM_SHAPES; i++) {
         mpt_conv2d_args a;
         tensors one, two;
@@ -506,22 +502,23 @@ MPT_TEST(two_runs_give_the_same_bits) {
         if (shapes[i].n == 1 && i % 3) continue;
         shape_args(&shapes[i], MPT_F16, shapes[i].n, &a);
         s = sizes_of(&a);
-        one = random_operands(&a);
-        two = random_operands(&a);
-        run_device(a, &one);
-        run_device(a, &two);
+        one = random_operands(&c.t, &a);
+        two = random_operands(&c.t, &a);
+        run_device(&c.t, a, &one);
+        run_device(&c.t, a, &two);
         CHECK_EQ_MEM(one.y, two.y, s.y * sizeof(float));
         CHECK_EQ_MEM(one.dx, two.dx, s.x * sizeof(float));
         CHECK_EQ_MEM(one.dw, two.dw, s.w * sizeof(float));
         CHECK_EQ_MEM(one.dbias, two.dbias, s.k * sizeof(float));
         free(two.y), free(two.dx), free(two.dw), free(two.dbias);
         a.num_valid = 1;
-        run_device(a, &two);
+        run_device(&c.t, a, &two);
         CHECK_EQ_MEM(one.y, two.y, s.y / a.n * sizeof(float));
         CHECK_EQ_MEM(one.dx, two.dx, s.x / a.n * sizeof(float));
         tensors_free(&one);
         tensors_free(&two);
     }
+    conv_test_close(&c);
 }
 
 /* O-37: tensor-core libraries failed, or didn't converge, with channels that are no multiples of 8.
@@ -539,10 +536,9 @@ static void check_relative(const char *what, const float *got, const float *want
 MPT_TEST(any_number_of_channels_gives_the_result_of_fp32) {
     static const int channels[] = {1, 3, 7, 8, 10, 16};
     conv_shape z = {2, 6, 5, 0, 0, 3, 3, 1, 1};
-    cpu c;
+    conv_test c;
     int i;
-    need_device();
-    c = cpu_open();
+    c = conv_test_open();
     for (i = 0; i < 36; i++) {
         mpt_conv2d_args a;
         tensors got, want;
@@ -551,9 +547,9 @@ MPT_TEST(any_number_of_channels_gives_the_result_of_fp32) {
         z.k = channels[i % 6];
         shape_args(&z, MPT_F16, z.n, &a);
         s = sizes_of(&a);
-        got = random_operands(&a);
-        want = random_operands(&a);
-        run_device(a, &got);
+        got = random_operands(&c.t, &a);
+        want = random_operands(&c.t, &a);
+        run_device(&c.t, a, &got);
         run_cpu(&c, a, &want);
         check_relative("y", got.y, want.y, s.y);
         check_relative("dx", got.dx, want.dx, s.x);
@@ -561,7 +557,7 @@ MPT_TEST(any_number_of_channels_gives_the_result_of_fp32) {
         tensors_free(&got);
         tensors_free(&want);
     }
-    cpu_close(&c);
+    conv_test_close(&c);
 }
 
 /* ---- PyTorch's numbers --------------------------------------------------------------------------
@@ -593,7 +589,8 @@ static float *reference_floats(const reference_file *f, const char *layer, const
     return t.data;
 }
 
-static void check_reference_layer(const reference_file *f, int number, mpt_dtype dtype) {
+static void check_reference_layer(conv_test *c, const reference_file *f, int number,
+                                  mpt_dtype dtype) {
     static const int attributes[8][2] = {{1, 1}, {2, 1}, {1, 0}, {2, 0},
                                          {2, 3}, {1, 2}, {1, 0}, {1, 1}};
     const double share = dtype == MPT_F32 ? 3e-5 : dtype == MPT_F16 ? 1e-2 : 4e-2;
@@ -613,7 +610,7 @@ static void check_reference_layer(const reference_file *f, int number, mpt_dtype
     z.stride = attributes[number][0];
     z.padding = attributes[number][1];
     shape_args(&z, dtype, z.n, &a);
-    run_device(a, &t);
+    run_device(&c->t, a, &t);
     check_share(f, layer, "y", t.y, share);
     check_share(f, layer, "dx", t.dx, share);
     check_share(f, layer, "dweight", t.dw, share);
@@ -624,43 +621,49 @@ static void check_reference_layer(const reference_file *f, int number, mpt_dtype
 MPT_TEST(convolution_matches_pytorch) {
     static const mpt_dtype dtypes[] = {MPT_F32, MPT_F16, MPT_BF16};
     reference_file f;
+    conv_test c;
     int t, i;
-    need_device();
+    c = conv_test_open();
     f = reference_open("layers.safetensors");
     for (t = 0; t < 3; t++)
-        for (i = 0; i < 8 && has_kernels(dtypes[t]); i++) check_reference_layer(&f, i, dtypes[t]);
+        for (i = 0; i < 8 && has_kernels(dtypes[t]); i++)
+            check_reference_layer(&c, &f, i, dtypes[t]);
     reference_close(&f);
+    conv_test_close(&c);
 }
 
 /* ---- statistics for batch normalization --------------------------------------------------------
    Against sums in double of the y that the kernel wrote. FP32 adds at most 2^11 numbers in a row:
    far below 1e-5 of the sum of squares. */
-static void check_stats(const conv_shape *z, mpt_dtype dtype, int num_valid) {
+static void check_stats(conv_test *c, const conv_shape *z, mpt_dtype dtype, int num_valid) {
+    kernel_test *t = &c->t;
     mpt_conv2d_args a;
-    tensors t;
+    tensors o;
     sizes s;
     size_t m, pixels;
-    float *pivot, *got, *y, *parts;
-    void *on_device[7];
+    float *pivot, *got, *y;
+    void *y_host, *parts;
     int rows, k, row;
     if (!has_kernels(dtype)) return;
     shape_args(z, dtype, num_valid, &a);
     s = sizes_of(&a);
-    t = random_operands(&a);
+    o = random_operands(t, &a);
     rows = mptk_conv2d_fprop_stats_rows(&a);
     CHECK(rows > 0);
-    pivot = random_floats(MPT_F32, s.k, 1);
-    a.x = on_device[0] = device_floats(dtype, t.x, s.x, s.x / a.n * num_valid);
-    a.w = on_device[1] = device_floats(dtype, t.w, s.w, s.w);
-    a.y = on_device[2] = device_alloc(s.y * mpt_dtype_size(dtype));
-    on_device[3] = device_copy(pivot, s.k * sizeof(float));
-    on_device[4] = device_alloc((size_t)rows * 2 * s.k * sizeof(float));
-    a.workspace = on_device[5] = device_alloc(mptk_conv2d_fprop_workspace_bytes(&a));
-    a.bias = (const float *)(on_device[6] = device_copy(t.bias, s.k * sizeof(float)));
-    CHECK_CUDA(mptk_conv2d_fprop_stats(&a, (float *)on_device[4], (float *)on_device[3], NULL));
-    CHECK_CUDA(cudaDeviceSynchronize());
-    y = host_floats(dtype, a.y, s.y);
-    got = parts = host_floats(MPT_F32, on_device[4], (size_t)rows * 2 * s.k);
+    pivot = random_floats(t, MPT_F32, s.k, 1);
+    y_host = kernel_nans(t, dtype, s.y);
+    parts = kernel_nans(t, MPT_F32, (size_t)rows * 2 * s.k);
+    a.x = on_device(t, stored(t, dtype, o.x, s.x, s.x / a.n * num_valid));
+    a.w = on_device(t, stored(t, dtype, o.w, s.w, s.w));
+    a.bias = (const float *)on_device(t, stored(t, MPT_F32, o.bias, s.k, s.k));
+    a.y = on_device(t, y_host);
+    a.workspace = device_workspace(t, mptk_conv2d_fprop_workspace_bytes(&a));
+    CHECK_KERNEL(
+        mptk_conv2d_fprop_stats(&a, (float *)on_device(t, parts),
+                                (const float *)on_device(t, stored(t, MPT_F32, pivot, s.k, s.k)),
+                                NULL));
+    y = fetched(t, dtype, y_host, s.y);
+    got = fetched(t, MPT_F32, parts, (size_t)rows * 2 * s.k);
     pixels = s.y / a.n * num_valid / s.k;
     for (k = 0; k < z->k; k++) {
         double sum = 0, square = 0, got_sum = 0, got_square = 0;
@@ -676,83 +679,79 @@ static void check_stats(const conv_shape *z, mpt_dtype dtype, int num_valid) {
         CHECK_NEAR(got_sum, sum, 1e-5 * (square + 1));
         CHECK_NEAR(got_square, square, 1e-5 * (square + 1));
     }
-    for (m = 0; m < 7; m++) cudaFree(on_device[m]);
-    free(y), free(parts), free(pivot);
-    tensors_free(&t);
+    free(y), free(got), free(pivot);
+    tensors_free(&o);
+    kernel_test_release(t);
 }
 
 MPT_TEST(statistics_of_what_a_convolution_wrote) {
     mpt_conv2d_args a;
+    conv_test c = conv_test_open();
     int i;
-    need_device();
     for (i = 0; i < NUM_TILE_SHAPES; i++) {
-        check_stats(&tile_shapes[i], MPT_F16, tile_shapes[i].n);
-        check_stats(&tile_shapes[i], MPT_F16, tile_shapes[i].n / 2);
+        check_stats(&c, &tile_shapes[i], MPT_F16, tile_shapes[i].n);
+        check_stats(&c, &tile_shapes[i], MPT_F16, tile_shapes[i].n / 2);
     }
-    for (i = 0; i < NUM_SHAPES; i += 3) check_stats(&shapes[i], MPT_BF16, shapes[i].n);
+    for (i = 0; i < NUM_SHAPES; i += 3) check_stats(&c, &shapes[i], MPT_BF16, shapes[i].n);
     shape_args(&shapes[2], MPT_F32, 1, &a);
     CHECK_EQ_INT(mptk_conv2d_fprop_stats_rows(&a), 0);
     CHECK(mptk_conv2d_fprop_stats(&a, NULL, NULL, NULL) != 0);
+    conv_test_close(&c);
 }
 
 /* ---- beside the convolution ------------------------------------------------------------------ */
-static void check_sum_columns(mpt_dtype dtype, int rows, int columns) {
-    const size_t count = (size_t)rows * columns, size = mpt_dtype_size(dtype);
-    float *x, *got;
-    void *on_device, *sums = device_alloc(columns * sizeof(float));
-    void *workspace = device_alloc(mptk_sum_columns_workspace_bytes(rows, columns));
+static void check_sum_columns(kernel_test *t, mpt_dtype dtype, int rows, int columns) {
+    const size_t count = (size_t)rows * columns;
+    float *x = random_floats(t, dtype, count + 1, 1), *got;
+    void *sums = kernel_nans(t, MPT_F32, columns);
     int i, k;
-    random_state = count;
-    x = random_floats(dtype, count + 1, 1);
-    on_device = count ? device_floats(dtype, x, count, count) : device_alloc(size);
-    CHECK_CUDA(mptk_sum_columns(on_device, (float *)sums, rows, columns, dtype, workspace, NULL));
-    CHECK_CUDA(cudaDeviceSynchronize());
-    got = host_floats(MPT_F32, sums, columns);
+    CHECK_KERNEL(mptk_sum_columns(
+        on_device(t, stored(t, dtype, x, count, count)), (float *)on_device(t, sums), rows, columns,
+        dtype, device_workspace(t, mptk_sum_columns_workspace_bytes(rows, columns)), NULL));
+    got = fetched(t, MPT_F32, sums, columns);
     for (k = 0; k < columns; k++) {
         double sum = 0;
         for (i = 0; i < rows; i++) sum += x[(size_t)i * columns + k];
         /* a chain has 16, 32 and rows / 4096 additions, each 2^-24 of at most `rows` */
         CHECK_NEAR(got[k], sum, rows * 3e-6);
     }
-    cudaFree(on_device), cudaFree(sums), cudaFree(workspace);
     free(x), free(got);
+    kernel_test_release(t);
 }
 
 MPT_TEST(columns_are_summed) {
     static const mpt_dtype dtypes[] = {MPT_F32, MPT_F16, MPT_BF16};
-    int t;
-    need_device();
-    for (t = 0; t < 3; t++) {
-        check_sum_columns(dtypes[t], 0, 5);
-        check_sum_columns(dtypes[t], 1, 1);
-        check_sum_columns(dtypes[t], 511, 64);
-        check_sum_columns(dtypes[t], 513, 67);
-        check_sum_columns(dtypes[t], 6000, 8);
+    kernel_test t = kernel_test_open();
+    int i;
+    for (i = 0; i < 3; i++) {
+        check_sum_columns(&t, dtypes[i], 0, 5);
+        check_sum_columns(&t, dtypes[i], 1, 1);
+        check_sum_columns(&t, dtypes[i], 511, 64);
+        check_sum_columns(&t, dtypes[i], 513, 67);
+        check_sum_columns(&t, dtypes[i], 6000, 8);
     }
+    kernel_test_close(&t);
 }
 
 MPT_TEST(a_bias_is_added) {
     static const mpt_dtype dtypes[] = {MPT_F32, MPT_F16, MPT_BF16};
-    enum { ROWS = 37, COLUMNS = 13 };
-    int t, i;
-    need_device();
-    for (t = 0; t < 3; t++) {
-        float *y = random_floats(dtypes[t], ROWS * COLUMNS, 1), *bias, *got;
-        void *on_device = device_floats(dtypes[t], y, ROWS * COLUMNS, ROWS * COLUMNS), *b;
-        bias = random_floats(MPT_F32, COLUMNS, 1);
-        b = device_copy(bias, COLUMNS * sizeof(float));
-        CHECK_CUDA(mptk_add_bias(on_device, (float *)b, 0, COLUMNS, dtypes[t], NULL));
-        CHECK_CUDA(mptk_add_bias(on_device, (float *)b, ROWS, COLUMNS, dtypes[t], NULL));
-        CHECK_CUDA(cudaDeviceSynchronize());
-        got = host_floats(dtypes[t], on_device, ROWS * COLUMNS);
-        for (i = 0; i < ROWS * COLUMNS; i++) {
-            uint32_t want;
-            mpti_store(dtypes[t], &want, 0, y[i] + bias[i % COLUMNS]);
-            CHECK(got[i] == mpti_load(dtypes[t], &want, 0));
-        }
-        cudaFree(on_device), cudaFree(b);
-        free(y), free(bias), free(got);
+    enum { ROWS = 37, COLUMNS = 13, COUNT = ROWS * COLUMNS };
+    kernel_test t = kernel_test_open();
+    int d, i;
+    for (d = 0; d < 3; d++) {
+        const mpt_dtype dtype = dtypes[d];
+        float *y = random_floats(&t, dtype, COUNT, 1), *bias = kernel_random_f32(&t, COLUMNS);
+        void *got = stored(&t, dtype, y, COUNT, COUNT), *want = kernel_nans(&t, dtype, COUNT);
+        void *device = on_device(&t, got);
+        const float *device_bias = (const float *)on_device(&t, bias);
+        CHECK_KERNEL(mptk_add_bias(device, device_bias, 0, COLUMNS, dtype, NULL));
+        CHECK_KERNEL(mptk_add_bias(device, device_bias, ROWS, COLUMNS, dtype, NULL));
+        for (i = 0; i < COUNT; i++) mpti_store(dtype, want, i, y[i] + bias[i % COLUMNS]);
+        check_same("y", dtype, from_device(&t, got), want, COUNT);
+        free(y);
+        kernel_test_release(&t);
     }
+    kernel_test_close(&t);
 }
 
 MPT_TEST(kernels_tell_what_they_are) {
@@ -767,6 +766,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(fp16_every_tile_is_reached_and_right),
     MPT_TEST_CASE(bf16_every_tile_is_reached_and_right),
     MPT_TEST_CASE(filters_of_many_taps_are_right),
+    MPT_TEST_CASE(random_shapes_are_right),
     MPT_TEST_CASE(an_empty_slice_gives_zeros),
     MPT_TEST_CASE(two_runs_give_the_same_bits),
     MPT_TEST_CASE(any_number_of_channels_gives_the_result_of_fp32),

@@ -129,8 +129,8 @@ MPT_TEST(the_report_tells_where_it_ran) {
     CHECK_EQ_STR(report_value("r.json", "staging"), "0");
 }
 
-/* The first step makes weights so large that nothing is finite any more: each step is skipped, until
-   the scale can't go lower. The device says so when the next step has begun. */
+/* The first step makes weights so large that nothing is finite any more: each step is skipped,
+   until the scale can't go lower. The device says so when the next step has begun. */
 MPT_TEST(skipped_steps_and_a_stuck_scale) {
     static const char *const devices[] = {"cpu", "cuda"};
     int i;

@@ -435,8 +435,8 @@ MPT_TEST(softmax_of_100000_classes) {
     kernel_test_close(&t);
 }
 
-/* A thread that has a 1 loses every 4e-8 that it adds, 390 times, unless it keeps what was lost: all
-   of them together are 1.6e-5 of the sum. */
+/* A thread that has a 1 loses every 4e-8 that it adds, 390 times, unless it keeps what was lost:
+   all of them together are 1.6e-5 of the sum. */
 MPT_TEST(softmax_small_terms_add_up) {
     kernel_test t = kernel_test_open();
     loss_case c = loss_make(&t, MPT_F32, 1, 1, 100001);

@@ -55,20 +55,20 @@ static void start_runtime() {
     (void)started_here;
 }
 
-static cudaError_t reason_to_refuse(const char *name, Call::Kind kind) {
+static cudaError_t reason_to_refuse(const char *name, int kind) {
     start_runtime();
     const int ordered = name ? ordered_failure(name) : 0;
     if (ordered) return static_cast<cudaError_t>(ordered);
-    if (kind == Call::no_device) return cudaSuccess;
+    if (kind & Call::no_device) return cudaSuccess;
     if (settings().old_driver) return cudaErrorInsufficientDriver;
     if (settings().devices == 0) return cudaErrorNoDevice;
-    if (fault_of_device) return fault_of_device;
-    if (kind != Call::not_captured || !capture_forbids_calls()) return cudaSuccess;
+    if (fault_of_device && !(kind & Call::gives_back)) return fault_of_device;
+    if (!(kind & Call::not_captured) || !capture_forbids_calls()) return cudaSuccess;
     invalidate_captures();
     return cudaErrorStreamCaptureUnsupported;
 }
 
-Call::Call(const char *name, Kind kind)
+Call::Call(const char *name, int kind)
     : lock(runtime_mutex()), error(reason_to_refuse(name, kind)) {
     if (error) last_error = error;
 }

@@ -225,7 +225,7 @@ extern "C" cudaError_t cudaMalloc(void **pointer, size_t bytes) {
 }
 
 extern "C" cudaError_t cudaFree(void *pointer) {
-    Call call("cudaFree", Call::not_captured);
+    Call call("cudaFree", Call::not_captured | Call::gives_back);
     if (call.refused()) return call.refusal();
     if (!pointer) return cudaSuccess;
     const Allocation *found = find_allocation(pointer);
@@ -254,7 +254,7 @@ extern "C" cudaError_t cudaMallocHost(void **pointer, size_t bytes) {
 }
 
 extern "C" cudaError_t cudaFreeHost(void *pointer) {
-    Call call("cudaFreeHost", Call::not_captured);
+    Call call("cudaFreeHost", Call::not_captured | Call::gives_back);
     if (call.refused()) return call.refusal();
     if (!pointer) return cudaSuccess;
     const Allocation *found = find_allocation(pointer);

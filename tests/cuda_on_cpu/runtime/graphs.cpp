@@ -191,7 +191,7 @@ extern "C" cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t 
 }
 
 extern "C" cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-    Call call("cudaGraphDestroy");
+    Call call("cudaGraphDestroy", Call::gives_back);
     if (call.refused()) return call.refusal();
     if (!graphs.has(graph)) return call.done(cudaErrorInvalidValue);
     graphs.remove(graph);
@@ -201,7 +201,7 @@ extern "C" cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 }
 
 extern "C" cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
-    Call call("cudaGraphExecDestroy");
+    Call call("cudaGraphExecDestroy", Call::gives_back);
     if (call.refused()) return call.refusal();
     if (!executables.has(executable)) return call.done(cudaErrorInvalidValue);
     executables.remove(executable);

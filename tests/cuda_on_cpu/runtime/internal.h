@@ -102,7 +102,7 @@ void leave_shared_memory();
 void poison_shared_memory(size_t dynamic_bytes);
 bool beyond_shared_memory(const void *address);
 
-// ---- symbols.cpp ---------------------------------------------------------------------------------
+// ---- symbols.cpp --------------------------------------------------------------------------------
 
 // False if the program has no symbol for the address.
 bool name_of_function(const void *address, char *name, size_t bytes);
@@ -166,14 +166,15 @@ int current_device();
 // One call of the API: takes the lock, says whether the call may go on, and keeps its error.
 class Call {
   public:
-    enum Kind {
-        plain,        // allowed whenever there is a device
-        no_device,    // allowed without one
-        not_captured, // waits or allocates: an error while a stream is captured
+    enum Kind {           // bits
+        plain = 0,        // allowed whenever there is a device
+        no_device = 1,    // allowed without one
+        not_captured = 2, // waits or allocates: an error while a stream is captured
+        gives_back = 4,   // allowed when the device has faulted, so that a test can tell its leaks
     };
 
     // A null name can't be made to fail by cuda_on_cpu_fail_call.
-    explicit Call(const char *name, Kind kind = plain);
+    explicit Call(const char *name, int kind = plain);
     bool refused() const {
         return error != cudaSuccess;
     }

@@ -228,7 +228,7 @@ extern "C" cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsign
 }
 
 extern "C" cudaError_t cudaStreamDestroy(cudaStream_t handle) {
-    Call call("cudaStreamDestroy");
+    Call call("cudaStreamDestroy", Call::gives_back);
     if (call.refused()) return call.refusal();
     CUstream_st *stream = find_stream(handle);
     if (!stream || stream->legacy) return call.done(cudaErrorInvalidResourceHandle);
@@ -294,7 +294,7 @@ extern "C" cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned fla
 }
 
 extern "C" cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    Call call("cudaEventDestroy");
+    Call call("cudaEventDestroy", Call::gives_back);
     if (call.refused()) return call.refusal();
     if (!event_exists(event)) return call.done(cudaErrorInvalidResourceHandle);
     events.remove(event);
