@@ -69,7 +69,7 @@ $(BUILD)/flags: FORCE
 
 # ---- testing -------------------------------------------------------------------------------------
 
-test: ## all tests, the compile matrix and the style checks: under four minutes on two cores
+test: ## all tests, the compile matrix and the style checks: under five minutes on two cores
 	@$(SCRIPT_ENV) tests/setup.sh test
 	@$(SCRIPT_ENV) tests/run.sh quick
 
