@@ -158,13 +158,14 @@ static cublasStatus_t check_gemm(const Gemm &g, cudaDataType b_type, cublasCompu
 // One call of cuBLAS: the lock, and a failure that a test ordered.
 class BlasCall {
   public:
-    explicit BlasCall(const char *name)
-        : call(nullptr), status(static_cast<cublasStatus_t>(ordered_failure(name))) {
+    explicit BlasCall(const char *name, int kind = Call::plain)
+        : call(nullptr, kind), status(static_cast<cublasStatus_t>(ordered_failure(name))) {
         if (!status && call.refused())
             status = device_fault() ? CUBLAS_STATUS_EXECUTION_FAILED
                                     : CUBLAS_STATUS_NOT_INITIALIZED;
     }
-    BlasCall(const char *name, cublasHandle_t handle) : BlasCall(name) {
+    BlasCall(const char *name, cublasHandle_t handle, int kind = Call::plain)
+        : BlasCall(name, kind) {
         if (!status && !handles.has(handle)) status = CUBLAS_STATUS_NOT_INITIALIZED;
     }
     cublasStatus_t refusal() const {
@@ -194,7 +195,7 @@ extern "C" cublasStatus_t cublasCreate_v2(cublasHandle_t *handle) {
 }
 
 extern "C" cublasStatus_t cublasDestroy_v2(cublasHandle_t handle) {
-    BlasCall call("cublasDestroy", handle);
+    BlasCall call("cublasDestroy", handle, Call::gives_back);
     if (call.refusal()) return call.refusal();
     handles.remove(handle);
     delete handle;
