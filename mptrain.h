@@ -14363,18 +14363,16 @@ static mpt_result mpti_trainer_make_plan(mpt_trainer *t) {
 /* t: on the stack or fresh, all zero. */
 static mpt_result mpti_trainer_prepare(mpt_trainer *t, mpt_model *m, const mpt_trainer_desc *desc,
                                        int batch_size) {
+    mpt_trainer_desc d;
     mpt_result rc;
 
     t->ctx = m->ctx;
     t->model = m;
-    t->desc = mpt_trainer_desc_defaults(desc);
-    if (mpti_on_device(t) && (!desc || desc->precision == MPT_PRECISION_DEFAULT)) {
-        mpt_trainer_desc fp16;
-        memset(&fp16, 0, sizeof fp16);
-        if (desc) fp16 = *desc;
-        fp16.precision = MPT_PRECISION_FP16; /* whatever the host's processor can */
-        t->desc = mpt_trainer_desc_defaults(&fp16);
-    }
+    memset(&d, 0, sizeof d);
+    if (desc) d = *desc;
+    if (mpti_on_device(t) && d.precision == MPT_PRECISION_DEFAULT)
+        d.precision = MPT_PRECISION_FP16; /* whatever the host's processor can */
+    t->desc = mpt_trainer_desc_defaults(&d);
     t->batch_size = batch_size;
     if (m->logits < 0)
         return MPTI_FAIL(&m->ctx->error, MPT_ERR_INVALID_STATE,
