@@ -3,6 +3,7 @@
 #define MPTRAIN_IMPLEMENTATION
 #include "mptrain.h"
 
+#include "conv_shape.h"
 #include "mpt_test.h"
 #include "reference.h"
 
@@ -132,10 +133,6 @@ static double reference_share(mpt_dtype dtype) {
 }
 
 /* ---- convolution ----------------------------------------------------------------------------- */
-typedef struct conv_shape {
-    int n, h, wd, c, k, r, s, stride, padding;
-} conv_shape;
-
 /* Every branch: tiles of 1 to 6 rows, panels of 8 and 16 and ragged ones, taps in one block and in
    several, runs longer than a block, bands within an image, flat groups, in place and staged,
    borders wider than the image, phases without taps, weights cut by filters. */
@@ -156,27 +153,10 @@ typedef struct conv_case { /* arguments with memory behind them */
     double depth[3]; /* terms of a sum in fprop, dgrad, wgrad */
 } conv_case;
 
-static void conv_shape_args(const conv_shape *z, mpt_dtype dtype, mpt_conv2d_args *a) {
-    memset(a, 0, sizeof(*a));
-    a->n = a->num_valid = z->n;
-    a->h = z->h;
-    a->wd = z->wd;
-    a->c = z->c;
-    a->k = z->k;
-    a->r = z->r;
-    a->s = z->s;
-    a->stride = z->stride;
-    a->padding = z->padding;
-    a->p = (z->h + 2 * z->padding - z->r) / z->stride + 1;
-    a->q = (z->wd + 2 * z->padding - z->s) / z->stride + 1;
-    a->dtype = dtype;
-}
-
 static conv_case conv_make(const conv_shape *z, mpt_dtype dtype, int num_valid, int with_bias) {
     conv_case c;
     mpt_conv2d_args *a = &c.a;
-    conv_shape_args(z, dtype, a);
-    a->num_valid = num_valid;
+    conv_shape_args(z, dtype, num_valid, a);
     c.num_x = (size_t)a->n * a->h * a->wd * a->c;
     c.num_y = (size_t)a->n * a->p * a->q * a->k;
     c.num_w = (size_t)a->k * a->r * a->s * a->c;
@@ -1674,7 +1654,7 @@ MPT_TEST(bad_arguments_are_refused) {
     mpt_conv2d_args a, good;
     mpt_pool2d_args p;
     mpt_dense_args d;
-    conv_shape_args(&z, MPT_F32, &good);
+    conv_shape_args(&z, MPT_F32, z.n, &good);
     a = good;
     a.c = 0;
     conv_refused(&m, &a, "conv2d_fprop: h, wd, c, k, r and s must be at least 1");

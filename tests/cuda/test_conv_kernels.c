@@ -7,6 +7,7 @@
 
 #include "kernel_test.h"
 
+#include "../conv_shape.h"
 #include "../reference.h"
 
 /* Tiles are chosen for so many SMs. The runner's kernels.o has it as a variable: with 2, small
@@ -85,27 +86,6 @@ static void need_kernels(conv_test *c, mpt_dtype dtype) { /* or closes the test,
 }
 
 /* ---- one convolution ------------------------------------------------------------------------- */
-typedef struct conv_shape {
-    int n, h, wd, c, k, r, s, stride, padding;
-} conv_shape;
-
-static void shape_args(const conv_shape *z, mpt_dtype dtype, int num_valid, mpt_conv2d_args *a) {
-    memset(a, 0, sizeof(*a));
-    a->n = z->n;
-    a->num_valid = num_valid;
-    a->h = z->h;
-    a->wd = z->wd;
-    a->c = z->c;
-    a->k = z->k;
-    a->r = z->r;
-    a->s = z->s;
-    a->stride = z->stride;
-    a->padding = z->padding;
-    a->p = (z->h + 2 * z->padding - z->r) / z->stride + 1;
-    a->q = (z->wd + 2 * z->padding - z->s) / z->stride + 1;
-    a->dtype = dtype;
-}
-
 typedef struct sizes {
     size_t x, y, w, k;
 } sizes;
@@ -254,7 +234,7 @@ static void check_shape(conv_test *c, const conv_shape *z, mpt_dtype dtype, int 
     tensors got, want, magnitude;
     sizes s;
     if (!has_kernels(dtype)) return;
-    shape_args(z, dtype, num_valid, &a);
+    conv_shape_args(z, dtype, num_valid, &a);
     printf("# %s: %s\n", shape_text(z, dtype, num_valid), mptk_conv2d_fprop_kernel(&a));
     s = sizes_of(&a);
     got = random_operands(&c->t, &a);
@@ -363,7 +343,7 @@ static int index_of(const char *name, const char *const *names, int count) {
 static int reach(const conv_shape *z, int reached[NUM_TILES]) {
     mpt_conv2d_args a;
     int at[3], i, is_new = 0;
-    shape_args(z, MPT_F16, z->n, &a);
+    conv_shape_args(z, MPT_F16, z->n, &a);
     at[0] = index_of(mptk_conv2d_fprop_kernel(&a), gather_names, NUM_GATHER);
     at[1] = NUM_GATHER + index_of(mptk_conv2d_dgrad_kernel(&a), gather_names, NUM_GATHER);
     at[2] = 2 * NUM_GATHER + index_of(mptk_conv2d_wgrad_kernel(&a), wgrad_names, NUM_WGRAD);
@@ -415,13 +395,13 @@ MPT_TEST(filters_of_many_taps_are_right) {
     conv_test c;
     int i;
     c = conv_test_open();
-    shape_args(&many[0], MPT_F16, 1, &a);
+    conv_shape_args(&many[0], MPT_F16, 1, &a);
     CHECK_EQ_STR(mptk_conv2d_fprop_kernel(&a), "simt");
     CHECK_EQ_STR(mptk_conv2d_dgrad_kernel(&a), "simt");
     CHECK_CONTAINS(mptk_conv2d_wgrad_kernel(&a), "tensor cores");
-    shape_args(&many[1], MPT_F16, 1, &a);
+    conv_shape_args(&many[1], MPT_F16, 1, &a);
     CHECK_CONTAINS(mptk_conv2d_fprop_kernel(&a), "tensor cores");
-    shape_args(&many[2], MPT_F16, 1, &a); /* 9x9 taps in each of 4 phases */
+    conv_shape_args(&many[2], MPT_F16, 1, &a); /* 9x9 taps in each of 4 phases */
     CHECK_EQ_STR(mptk_conv2d_fprop_kernel(&a), "simt");
     CHECK_CONTAINS(mptk_conv2d_dgrad_kernel(&a), "tensor cores");
     a.dtype = MPT_F32;
@@ -477,7 +457,7 @@ MPT_TEST(an_empty_slice_gives_zeros) {
         tensors got;
         sizes s;
         if (!has_kernels(dtypes[t])) continue;
-        shape_args(&z, dtypes[t], 0, &a);
+        conv_shape_args(&z, dtypes[t], 0, &a);
         s = sizes_of(&a);
         got = random_operands(&c.t, &a);
         run_device(&c.t, a, &got);
@@ -500,7 +480,7 @@ MPT_TEST(two_runs_give_the_same_bits) {
         tensors one, two;
         sizes s;
         if (shapes[i].n == 1 && i % 3) continue;
-        shape_args(&shapes[i], MPT_F16, shapes[i].n, &a);
+        conv_shape_args(&shapes[i], MPT_F16, shapes[i].n, &a);
         s = sizes_of(&a);
         one = random_operands(&c.t, &a);
         two = random_operands(&c.t, &a);
@@ -545,7 +525,7 @@ MPT_TEST(any_number_of_channels_gives_the_result_of_fp32) {
         sizes s;
         z.c = channels[i / 6];
         z.k = channels[i % 6];
-        shape_args(&z, MPT_F16, z.n, &a);
+        conv_shape_args(&z, MPT_F16, z.n, &a);
         s = sizes_of(&a);
         got = random_operands(&c.t, &a);
         want = random_operands(&c.t, &a);
@@ -609,7 +589,7 @@ static void check_reference_layer(conv_test *c, const reference_file *f, int num
     z.k = (int)w[0], z.r = (int)w[1], z.s = (int)w[2];
     z.stride = attributes[number][0];
     z.padding = attributes[number][1];
-    shape_args(&z, dtype, z.n, &a);
+    conv_shape_args(&z, dtype, z.n, &a);
     run_device(&c->t, a, &t);
     check_share(f, layer, "y", t.y, share);
     check_share(f, layer, "dx", t.dx, share);
@@ -645,7 +625,7 @@ static void check_stats(conv_test *c, const conv_shape *z, mpt_dtype dtype, int 
     void *y_host, *parts;
     int rows, k, row;
     if (!has_kernels(dtype)) return;
-    shape_args(z, dtype, num_valid, &a);
+    conv_shape_args(z, dtype, num_valid, &a);
     s = sizes_of(&a);
     o = random_operands(t, &a);
     rows = mptk_conv2d_fprop_stats_rows(&a);
@@ -693,7 +673,7 @@ MPT_TEST(statistics_of_what_a_convolution_wrote) {
         check_stats(&c, &tile_shapes[i], MPT_F16, tile_shapes[i].n / 2);
     }
     for (i = 0; i < NUM_SHAPES; i += 3) check_stats(&c, &shapes[i], MPT_BF16, shapes[i].n);
-    shape_args(&shapes[2], MPT_F32, 1, &a);
+    conv_shape_args(&shapes[2], MPT_F32, 1, &a);
     CHECK_EQ_INT(mptk_conv2d_fprop_stats_rows(&a), 0);
     CHECK(mptk_conv2d_fprop_stats(&a, NULL, NULL, NULL) != 0);
     conv_test_close(&c);
