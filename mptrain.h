@@ -11146,6 +11146,7 @@ static mpt_result mpti_cuda_multiply(mpti_cuda *c, const mpti_cuda_gemm *g, bool
         mpti_cuda_type(g->dtype), (int)(transpose_b ? n : k), &zero, out, mpti_cuda_type(out_type),
         (int)m, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
 
+    if (status == CUBLAS_STATUS_SUCCESS) return MPT_OK;
     snprintf(what, sizeof what, "%s: cublasGemmEx of %lld rows, %d in, %d out", g->op,
              (long long)g->rows_valid, g->in, g->out);
     return mpti_cublas_result(c, status, what);
@@ -11212,14 +11213,19 @@ static bool mpti_cuda_gemm_of(const mpt_conv2d_args *a, const char *op, mpti_cud
     return a->r == 1 && a->s == 1 && a->stride == 1 && a->padding == 0 && a->dtype != MPT_F32;
 }
 
-static mpt_result mpti_cuda_conv2d_result(mpti_cuda *c, int error, const char *op,
-                                          const mpt_conv2d_args *a) {
+static const char *mpti_cuda_kernel_name(const mpt_conv2d_args *a, mpti_direction direction) {
+    if (direction == MPTI_FPROP) return mptk_conv2d_fprop_kernel(a);
+    return direction == MPTI_DGRAD ? mptk_conv2d_dgrad_kernel(a) : mptk_conv2d_wgrad_kernel(a);
+}
+
+static mpt_result mpti_cuda_conv2d_result(mpti_cuda *c, int error, mpti_direction direction,
+                                          const char *op, const mpt_conv2d_args *a) {
     char what[256];
 
     if (error == (int)cudaSuccess) return MPT_OK;
     snprintf(what, sizeof what,
              "%s (%s) of x (%d,%d,%d,%d), w (%d,%d,%d,%d), stride %d, padding %d", op,
-             mptk_conv2d_fprop_kernel(a), a->n, a->h, a->wd, a->c, a->k, a->r, a->s, a->c,
+             mpti_cuda_kernel_name(a, direction), a->n, a->h, a->wd, a->c, a->k, a->r, a->s, a->c,
              a->stride, a->padding);
     return mpti_cuda_result(c, error, what);
 }
@@ -11257,7 +11263,7 @@ static mpt_result mpti_cuda_conv2d_launch(mpti_cuda *c, const mpt_conv2d_args *a
         error = (cudaError_t)mptk_conv2d_wgrad(&b, c->compute);
         if (error == cudaSuccess && b.dw != a->dw)
             error = cudaMemcpyAsync(a->dw, b.dw, bytes, cudaMemcpyDeviceToDevice, c->compute);
-        return mpti_cuda_conv2d_result(c, (int)error, op, a);
+        return mpti_cuda_conv2d_result(c, (int)error, direction, op, a);
     }
     if ((uintptr_t)a->w % 16) {
         b.w = aligned;
@@ -11266,7 +11272,7 @@ static mpt_result mpti_cuda_conv2d_launch(mpti_cuda *c, const mpt_conv2d_args *a
     if (error == cudaSuccess)
         error = (cudaError_t)(direction == MPTI_FPROP ? mptk_conv2d_fprop(&b, c->compute)
                                                       : mptk_conv2d_dgrad(&b, c->compute));
-    return mpti_cuda_conv2d_result(c, (int)error, op, a);
+    return mpti_cuda_conv2d_result(c, (int)error, direction, op, a);
 }
 
 static mpt_result mpti_cuda_conv2d(void *self, const mpt_conv2d_args *a, mpti_direction direction,
@@ -11340,6 +11346,7 @@ static mpt_result mpti_cuda_batchnorm(void *self, const mpt_batchnorm_args *a, c
     const void *const pointers[] = {a->x, a->residual, a->y, a->dy, a->dx, a->dresidual};
     char what[128];
     mpt_result rc = mpti_check_batchnorm(c->ctx, op, a);
+    int error;
 
     if (rc == MPT_OK)
         rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->h * a->wd * a->c, pointers,
@@ -11348,8 +11355,10 @@ static mpt_result mpti_cuda_batchnorm(void *self, const mpt_batchnorm_args *a, c
         rc = mpti_check_workspace(c->ctx, op, a->workspace, a->workspace_bytes,
                                   mptk_batchnorm_workspace_bytes(a));
     if (rc) return rc;
+    error = launch(a, c->compute);
+    if (error == (int)cudaSuccess) return MPT_OK;
     snprintf(what, sizeof what, "%s of x (%d,%d,%d,%d)", op, a->n, a->h, a->wd, a->c);
-    return mpti_cuda_result(c, launch(a, c->compute), what);
+    return mpti_cuda_result(c, error, what);
 }
 
 static mpt_result mpti_cuda_batchnorm_forward(void *self, const mpt_batchnorm_args *a) {
@@ -11366,13 +11375,16 @@ static mpt_result mpti_cuda_pointwise(void *self, const mpt_pointwise_args *a, c
     const void *const pointers[] = {a->a, a->b, a->y};
     char what[128];
     mpt_result rc = mpti_check_pointwise(c->ctx, op, a);
+    int error;
 
     if (rc == MPT_OK)
         rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * (double)a->per_sample, pointers,
                              (int)(sizeof pointers / sizeof pointers[0]));
     if (rc) return rc;
+    error = launch(a, c->compute);
+    if (error == (int)cudaSuccess) return MPT_OK;
     snprintf(what, sizeof what, "%s of (%d,%lld)", op, a->n, (long long)a->per_sample);
-    return mpti_cuda_result(c, launch(a, c->compute), what);
+    return mpti_cuda_result(c, error, what);
 }
 
 static mpt_result mpti_cuda_relu_forward(void *self, const mpt_pointwise_args *a) {
@@ -11394,14 +11406,17 @@ static mpt_result mpti_cuda_pool(void *self, const mpt_pool2d_args *a, const cha
     const void *const pointers[] = {a->x, a->y, a->dy, a->dx};
     char what[160];
     mpt_result rc = mpti_check_pool2d(c->ctx, op, a, kind);
+    int error;
 
     if (rc == MPT_OK)
         rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->h * a->wd * a->c, pointers,
                              (int)(sizeof pointers / sizeof pointers[0]));
     if (rc) return rc;
+    error = launch(a, c->compute);
+    if (error == (int)cudaSuccess) return MPT_OK;
     snprintf(what, sizeof what, "%s of x (%d,%d,%d,%d), kernel %d, stride %d, padding %d", op, a->n,
              a->h, a->wd, a->c, a->kernel, a->stride, a->padding);
-    return mpti_cuda_result(c, launch(a, c->compute), what);
+    return mpti_cuda_result(c, error, what);
 }
 
 #define MPTI_CUDA_POOL_ENTRIES(name, kind) \
@@ -11438,6 +11453,7 @@ static mpt_result mpti_cuda_softmax_xent(void *self, const mpt_softmax_xent_args
     const char *op = "softmax_xent";
     char what[128];
     mpt_result rc = mpti_check_softmax(c->ctx, op, a);
+    int error;
 
     if (rc == MPT_OK)
         rc = mpti_cuda_check(c, op, a->dtype, (double)a->n * a->classes, pointers, 3);
@@ -11445,8 +11461,10 @@ static mpt_result mpti_cuda_softmax_xent(void *self, const mpt_softmax_xent_args
         rc = mpti_check_workspace(c->ctx, op, a->workspace, a->workspace_bytes,
                                   mptk_softmax_xent_workspace_bytes(a));
     if (rc) return rc;
+    error = mptk_softmax_xent(a, c->compute);
+    if (error == (int)cudaSuccess) return MPT_OK;
     snprintf(what, sizeof what, "%s of logits (%d,%d)", op, a->n, a->classes);
-    return mpti_cuda_result(c, mptk_softmax_xent(a, c->compute), what);
+    return mpti_cuda_result(c, error, what);
 }
 
 static mpt_result mpti_cuda_cast(void *self, const mpt_cast_args *a) {

@@ -853,6 +853,28 @@ MPT_TEST(bad_arguments_are_refused_before_anything_is_launched) {
     rig_close(&r);
 }
 
+MPT_TEST(a_launch_that_fails_names_the_kernel_of_its_direction) {
+    rig_desc d = rig_small(plain_net, 4), cuda = on_cuda(&d);
+    mpt_conv2d_args a;
+    rig r = rig_open(&cuda);
+    mpti_cuda *c = (mpti_cuda *)r.ctx->backend_self;
+    memset(&a, 0, sizeof a);
+    a.n = a.num_valid = 64;
+    a.h = a.wd = a.p = a.q = 56;
+    a.c = 64;
+    a.k = 256;
+    a.r = a.s = 3;
+    a.stride = a.padding = 1;
+    a.dtype = MPT_F16;
+    CHECK(strcmp(mptk_conv2d_fprop_kernel(&a), mptk_conv2d_dgrad_kernel(&a)) != 0);
+    CHECK_RESULT(r.ctx,
+                 mpti_cuda_conv2d_result(c, (int)cudaErrorUnknown, MPTI_DGRAD, "conv2d_dgrad", &a),
+                 MPT_ERR_DEVICE);
+    CHECK_CONTAINS(mpt_last_error(r.ctx)->message, mptk_conv2d_dgrad_kernel(&a));
+    CHECK_CONTAINS(mpt_last_error(r.ctx)->message, "x (64,56,56,64), w (256,3,3,64)");
+    rig_close(&r);
+}
+
 static const mpt_test_case tests[] = {
     MPT_TEST_CASE(lenet_in_fp16_has_the_losses_of_the_cpu),
     MPT_TEST_CASE(resnet20_in_fp16_has_the_losses_of_the_cpu),
@@ -883,6 +905,7 @@ static const mpt_test_case tests[] = {
     MPT_TEST_CASE(a_wrong_device_is_told_from_a_wrong_build),
 #endif
     MPT_TEST_CASE(bad_arguments_are_refused_before_anything_is_launched),
+    MPT_TEST_CASE(a_launch_that_fails_names_the_kernel_of_its_direction),
 };
 
 int main(int argc, char **argv) {
